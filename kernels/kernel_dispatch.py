@@ -5,7 +5,6 @@ from functools import lru_cache
 
 import torch
 
-
 CHOICES = ("auto", "torch", "triton")
 
 

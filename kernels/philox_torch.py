@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -63,14 +62,24 @@ def gumbel_from_words(words: Tensor) -> Tensor:
 
 def gumbel_noise(noise: NoiseKey, vocab_size: int) -> Tensor:
     """`[rows, vocab_size]` float32 Gumbel draws of the key; the same key gives the same draws in every call."""
-    device = noise.row.device
-    groups = torch.arange((vocab_size + 3) // 4, device=device)[None]
+    groups = torch.arange((vocab_size + 3) // 4, device=noise.row.device)[None]
+    words = torch.stack(torch.broadcast_tensors(*_words(noise, groups)), dim=-1)
+    return gumbel_from_words(words.flatten(1)[:, :vocab_size])
+
+
+def gumbel_noise_at(noise: NoiseKey, tokens: Tensor) -> Tensor:
+    """`[rows, n]` float32: the draws of the tokens `[rows, n]` alone, `gumbel_noise(...).gather(1, tokens)`."""
+    words = torch.stack(_words(noise, tokens >> 2), dim=-1)
+    return gumbel_from_words(words.gather(-1, (tokens & 3)[..., None])[..., 0])
+
+
+def _words(noise: NoiseKey, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of each token group, `groups` `[rows or 1, n]` int64."""
     key: tuple[int | Tensor, int | Tensor]
     if isinstance(noise.seed, Tensor):
-        seed = noise.seed.to(device).reshape(-1, 1)
+        seed = noise.seed.to(groups.device).reshape(-1, 1)
         key = (seed & _WORD, (seed >> 32) & _WORD)
     else:
         key = (noise.seed & _WORD, (noise.seed >> 32) & _WORD)
     position, step, row = (word.to(torch.int64)[:, None] & _WORD for word in (noise.position, noise.step, noise.row))
-    words = torch.stack(torch.broadcast_tensors(*philox4x32((groups, position, step, row), key)), dim=-1)
-    return gumbel_from_words(words.flatten(1)[:, :vocab_size])
+    return philox4x32((groups, position, step, row), key)

@@ -25,9 +25,9 @@ def reveal_statistics(
 ) -> RevealStatistics:
     """Chooses a token per row and measures it, writing nothing of vocabulary size (the Triton path).
 
-    The logits are `l = logits + residual_scale * residual`. With `temperature` 0, or without `noise`, the choice is the
-    argmax of `l` (the lowest index wins ties); otherwise it is the Gumbel-max draw `argmax(l / temperature + g)` over
-    the tokens that top-k and then top-p, on the tempered distribution, leave. The mask token is never chosen. All
+    The logits are `l = logits + residual_scale * residual`. With `temperature` 0, or without `noise`, the choice is
+    the argmax of `l` (the lowest index wins ties); otherwise it is the Gumbel-max draw `argmax(l / temperature + g)`
+    over the tokens that top-k and then top-p, on the tempered distribution, leave. The mask token is never chosen. All
     measures are those of the raw softmax of `l` over all tokens, whatever the sampling: with `m` the largest logit,
     `p = exp(l_c - m) / sum_v exp(l_v - m)` and `log_odds = (l_c - m) - log sum_{v != c} exp(l_v - m)`.
 
@@ -38,7 +38,8 @@ def reveal_statistics(
         mask_token_id: the token that must not be chosen, `None` for none.
         temperature: 0 for greedy.
         top_k: keep the k best tokens (and those that tie with the last of them); 0 keeps all.
-        top_p: keep the best tokens until their mass reaches this share (and those that tie with the last); 1 keeps all.
+        top_p: keep the best tokens until their mass reaches this share (and those that tie with the last); 1 keeps
+            all.
         noise: the key of the draws.
         runner_up: measure the best other token.
         entropy: measure the entropy.

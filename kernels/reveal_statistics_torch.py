@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .philox_torch import NoiseKey, gumbel_noise
 
-
 # exp(LOWEST) is 0 in float32, and 0 * LOWEST is 0 where 0 * -inf would be NaN.
 LOWEST = -104.0
 TINY = torch.finfo(torch.float32).tiny
@@ -67,7 +66,7 @@ def reveal_statistics_torch(
         weights = shifted.clamp_(min=LOWEST).exp()
         weighted = torch.linalg.vecdot(weights, shifted) if entropy else None
         chosen = (best - largest).exp()
-        # The chosen token's own weight never enters this sum: 1 - p has full relative precision even where p rounds to 1.
+        # The chosen token's own weight never enters this sum: 1 - p keeps its relative precision where p rounds to 1.
         others = weights.scatter_(1, token[:, None], 0.0).sum(dim=1)
         total = chosen + others
         log_total = total.log()
@@ -93,7 +92,7 @@ def reveal_statistics_torch(
 
 
 def _argmax_without(values: Tensor, excluded: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Best value and its lowest index among the columns beside `excluded`, and the largest value of all, `[rows]` each.
+    """Best value and its lowest index among the columns beside `excluded`, and the largest of all, `[rows]` each.
 
     Two views around the excluded column, so nothing of vocabulary size is copied or written.
     """

@@ -1,0 +1,92 @@
+"""The head's input and the first steps of its attention, fused for inputs of a few blocks."""
+
+from torch import Tensor
+
+from .kernel_dispatch import resolve_kernels
+from .mrp_input_torch import mrp_input_torch, qk_norm_rope_torch
+
+
+def mrp_input(
+    ids: Tensor,
+    state: Tensor,
+    embedding: Tensor,
+    embedding_norm: Tensor,
+    state_norm: Tensor,
+    projection: Tensor,
+    *,
+    eps: float = 1e-6,
+    kernels: str = "auto",
+) -> Tensor:
+    """`u = P [ norm_e(embed(ids)) ; norm_h(acc) ]`, the concatenation never made. The Triton path has no gradient.
+
+    Args:
+        ids: `[..., tokens]` int64.
+        state: `[..., tokens, hidden]`, the running sum `acc`.
+        embedding: `[vocab, hidden]`.
+        embedding_norm, state_norm: `[hidden]`, weights of the two RMS norms.
+        projection: `[out, 2 * hidden]`; its first half takes the embedding.
+        eps: of both norms.
+        kernels: `"auto"`, `"torch"` or `"triton"`.
+
+    Returns:
+        `[..., tokens, out]` in the state's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    hidden = embedding.shape[-1]
+    if state.shape != (*ids.shape, hidden):
+        raise ValueError(f"state {list(state.shape)} must be {[*ids.shape, hidden]} for ids {list(ids.shape)}.")
+    if projection.ndim != 2 or projection.shape[1] != 2 * hidden:
+        raise ValueError(f"projection {list(projection.shape)} must be [out, {2 * hidden}].")
+    if embedding_norm.shape != (hidden,) or state_norm.shape != (hidden,):
+        raise ValueError(
+            f"the norm weights {list(embedding_norm.shape)} and {list(state_norm.shape)} must be [{hidden}]."
+        )
+    if resolve_kernels(kernels, state.device) == "triton":
+        from .mrp_input_triton import mrp_input_triton as implementation
+    else:
+        implementation = mrp_input_torch
+    return implementation(ids, state, embedding, embedding_norm, state_norm, projection, eps=eps)
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_norm: Tensor,
+    key_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float = 1e-6,
+    kernels: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """RMS norm per head, then rotary position embedding (halves, as in Qwen3). The Triton path has no gradient.
+
+    Args:
+        query: `[batch, tokens, heads, dim]`, what the query projection gives, seen as heads.
+        key: `[batch, tokens, kv_heads, dim]`.
+        query_norm, key_norm: `[dim]`.
+        cos, sin: `[batch or 1, tokens, dim]`, as the rotary embedding gives them.
+        eps: of the norms.
+        kernels: `"auto"`, `"torch"` or `"triton"`.
+
+    Returns:
+        The two in the order of transformers' attention interface, `[batch, heads, tokens, dim]` and
+        `[batch, kv_heads, tokens, dim]`.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    batch, tokens, _, dim = query.shape
+    if key.shape[:2] != (batch, tokens) or key.shape[3] != dim or dim % 2:
+        raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} must share all but heads; dim is even.")
+    if query_norm.shape != (dim,) or key_norm.shape != (dim,):
+        raise ValueError(f"the norm weights {list(query_norm.shape)} and {list(key_norm.shape)} must be [{dim}].")
+    if cos.shape != sin.shape or cos.shape[0] not in (1, batch) or cos.shape[1:] != (tokens, dim):
+        raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} must be [{batch} or 1, {tokens}, {dim}].")
+    if resolve_kernels(kernels, query.device) == "triton":
+        from .mrp_input_triton import qk_norm_rope_triton as implementation
+    else:
+        implementation = qk_norm_rope_torch
+    return implementation(query, key, query_norm, key_norm, cos, sin, eps=eps)

@@ -1,0 +1,285 @@
+"""The decode engine: every mode as one loop of packed forwards and walks over ragged rows.
+
+One round: plan the segments (the certain next state, drafts, the next block's first state beside a finished one), run
+one packed backbone forward, walk, commit finished blocks from the very forward that evaluated them, and let the mode
+say what is certain next. No forward stores a block, seeds a draft or advances a row that has ended. The device is
+asked once a round, for the ids that decide where rows end.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .advance import ADVANCES, KnownState
+from .decode_state import Counters, DecodeState, select_segment
+from .draft_budget import draft_budget
+from .draft_lattice import DraftCalibration, DraftStatistics, LatticePlanner
+from .end_conditions import EndConditions
+from .generation_config_mrp import DecodingOptions
+from .head_runner import HeadRunner
+from .packed_forward import MASKED, PackedStack, Segments, fill_masked
+from .prefill import prefill
+from .reveal_policies import PositionStatistics, make_policy
+from .token_statistics import BrokenLogitsError, DrawKey, TokenStatistics, token_statistics
+from .walk import walk_states
+
+
+class DecodeEngine:
+    """Decodes a batch of prompts under one set of options.
+
+    Args:
+        model: an `MRPForCausalLM`.
+        options: resolved options.
+        prompts: one `[n]` int64 tensor per row, without padding, each of at least one token.
+        ends: end conditions, with one `RowText` per row.
+        seed: base seed of the sampling noise.
+        row_keys: `[rows]` int64, the row part of the noise's key.
+        streamer: a transformers streamer (one row only), or `None`.
+        caches: `(backbone, head)` stacks of an earlier call that hold `reused` positions of every row, or `None`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: DecodingOptions,
+        prompts: list[Tensor],
+        ends: EndConditions,
+        seed: int,
+        row_keys: Tensor,
+        streamer: Any = None,
+        caches: tuple[PackedStack, HeadRunner | None] | None = None,
+        reused: int = 0,
+    ):
+        self.model, self.options, self.ends, self.seed, self.streamer = model, options, ends, seed, streamer
+        self.device = prompts[0].device
+        block = options.block_length
+        longest = max(len(p) + row.limit for p, row in zip(prompts, ends.rows, strict=True))
+        budget = options.draft_states if isinstance(options.draft_states, int) else 8
+        capacity = -(-longest // block) * block + (max(budget, options.steps + 2) + 1) * block
+        self.policy = make_policy(options)
+        needs_head = options.mode in ("direct", "remask", "speculative") and options.drafter == "head"
+        if caches is None:
+            self.stack = PackedStack(model, block, capacity)
+            self.runner = HeadRunner(model, options, capacity) if needs_head else None
+        else:
+            self.stack, self.runner = caches
+        advances = ADVANCES[options.mode]
+        self.advance = advances(model, options, self.policy, self.runner, seed)
+        self.planner = LatticePlanner(
+            self.policy, DraftCalibration.from_config(model.config.draft_calibration), block, self.device
+        )
+        # The step is part of a state's identity only where something reads it.
+        self.compare_steps = options.temperature > 0 or self.policy.uniform_count is None
+        self.speculative = options.mode == "speculative"
+        self.state = DecodeState.start_of(prompts, row_keys, block)
+        self.counters = Counters.for_batch(len(prompts), options, longest, self.device)
+        self.prompts, self.reused = prompts, reused
+
+    @torch.no_grad()
+    def run(self) -> Counters:
+        """Decodes until every row has ended; the tokens are in `ends.rows`."""
+        self.counters.prefill_forwards = prefill(
+            self.model, self.prompts, self.stack, self.runner, self.options.block_length, self.reused
+        )
+        if self.runner is not None:
+            self.runner.passes = 0
+        while self.state.rows:
+            segments = self._plan()
+            hidden, logits, statistics = self._forward(segments)
+            self._settle(segments, hidden, logits, statistics)
+        return self.counters
+
+    def _plan(self) -> Segments:
+        """The segments of the next forward."""
+        state = self.state
+        trajectories, drafted, budget = None, None, 1
+        if self.speculative and state.any_basis:
+            budget = self._budget()
+            if budget > 1:
+                trajectories, drafted = self._draft(budget)
+        companion = bool((state.first_host >= 0).all(axis=1).any())
+        return self.planner.segments(
+            state.first, state.start, state.step, budget, companion, trajectories, drafted
+        )
+
+    def _budget(self) -> int:
+        """Segments worth packing: never more than the rows' masked positions can give states for."""
+        options, masked = self.options, int((self.state.first_host < 0).sum(axis=1).max())
+        if masked == 0:
+            return 1
+        if options.draft_shape == "chain":
+            return options.steps + 1
+        budget = options.draft_states
+        if not isinstance(budget, int):
+            budget = draft_budget(self.model, self.stack, self.state.rows, options.block_length)
+        return min(budget, 2 ** min(masked, 16) + 1)
+
+    def _draft(self, budget: int) -> tuple[Tensor, Tensor]:
+        """Trajectories `[rows, trajectories, depth, block]` from the certain states, and which rows have any."""
+        state, options = self.state, self.options
+        basis, drafted = state.basis, state.has_basis
+        assert basis is not None
+        masked = int((state.first_host < 0).sum(axis=1).max())
+        depth = min(masked, budget - 1)
+        passes = 0
+        if self.runner is not None:
+            passes = max(1, min(options.steps, depth) if options.draft_shape == "chain" else 1)
+        ids, accumulated, logits = state.first, basis.hidden[:, None], basis.logits
+        per_depth: list[TokenStatistics] = []
+        sampled = options.temperature > 0 or options.draft_shape == "chain"
+        for d in range(depth if sampled else 1):
+            if d < passes and self.runner is not None:
+                self.counters.head_passes[state.index] += 1
+                accumulated = self.runner.run(ids[:, None], accumulated, state.start, state.longest, state.ragged)
+                logits = self.model.lm_head(accumulated[:, 0])
+            if d > 0 and d >= passes and options.temperature == 0:
+                break
+            statistics = self._statistics(logits[:, None], state.start[:, None], (state.step + d)[:, None], True)
+            per_depth.append(TokenStatistics(
+                PositionStatistics(*(part[:, 0] for part in statistics.choice)),
+                statistics.runner_up[:, 0], statistics.runner_up_probability[:, 0], statistics.log_sum_exp[:, 0],
+            ))  # fmt: skip
+            if d + 1 < passes:
+                reveal = self.policy.select(per_depth[-1].choice, ids == MASKED, state.step + d)
+                ids = torch.where(reveal, per_depth[-1].choice.token, ids)
+        choice = PositionStatistics(*(torch.stack(parts, 1) for parts in zip(*(s.choice for s in per_depth), strict=True)))
+        drafts = DraftStatistics(choice, torch.stack([s.runner_up for s in per_depth], dim=1))
+        make = self.planner.chain if options.draft_shape == "chain" else self.planner.lattice
+        return make(state.first, state.step, drafts, depth), drafted
+
+    def _forward(self, segments: Segments) -> tuple[Tensor, Tensor, TokenStatistics]:
+        """Evaluates the segments: hidden `[rows, segments, block, hidden]`, logits, and their statistics."""
+        state = self.state
+        rows, count, block = segments.ids.shape
+        arguments = self.stack.arguments(segments.visible, state.start, state.longest, state.ragged)
+        filled = fill_masked(segments.ids, self.options.mask_token_id).flatten(1)
+        hidden = self.model.backbone(filled, self.stack.positions(segments.start), **arguments)
+        hidden = hidden.view(rows, count, block, -1)
+        logits = self.model.lm_head(hidden)
+        self.counters.count_forward(state.index, segments.alive)
+        return hidden, logits, self._statistics(logits, segments.start, segments.step, False)
+
+    def _statistics(self, logits: Tensor, start: Tensor, step: Tensor, runner_up: bool) -> TokenStatistics:
+        positions = start[..., None] + torch.arange(logits.shape[2], device=logits.device)
+        key = DrawKey(self.seed, self.state.row_key[:, None, None], positions, step[..., None])
+        return token_statistics(logits, self.options, key, runner_up=runner_up, entropy=self.policy.uses_entropy)
+
+    def _settle(self, segments: Segments, hidden: Tensor, logits: Tensor, statistics: TokenStatistics) -> None:
+        """Walks, commits, advances, and lets ended rows leave."""
+        state = self.state
+        choice = statistics.choice
+        reveal = self.policy.select(choice, segments.ids == MASKED, segments.step)
+        following = torch.where(reveal, choice.token, segments.ids)
+        walk = walk_states(segments, following, self.compare_steps)
+        if self.speculative:
+            self.counters.count_walk(state.index, segments, walk)
+
+        row = torch.arange(state.rows, device=self.device)
+        committed = walk.finished >= 0
+        at = walk.finished.clamp(min=0)
+        finished_ids = segments.ids[row, at]
+        last = walk.last
+        stopped_finished = committed & (last == walk.finished)
+        known = KnownState(
+            ids=segments.ids[row, last],
+            start=segments.start[row, last],
+            step=segments.step[row, last],
+            hidden=hidden[row, last],
+            logits=logits[row, last],
+            statistics=select_segment(statistics, row, last),
+            row_key=state.row_key,
+            longest=0,
+            ragged=False,
+        )
+        broken = ~torch.isfinite(known.statistics.log_sum_exp).all(dim=1)
+        finite = torch.isfinite(statistics.log_sum_exp).all(dim=2) | ~segments.alive
+        broken |= ~finite.all(dim=1)
+        sync = torch.stack([committed.long(), stopped_finished.long(), broken.long(), at], dim=1).cpu().numpy()
+        self._commit(sync, at, finished_ids, hidden[row, at], committed)
+        # Rows that stopped at a finished block have moved on; the head must see every row's own prefix.
+        known.start, known.longest, known.ragged = state.start, state.longest, state.ragged
+
+        before = self.runner.passes if self.runner is not None else 0
+        following_state = self.advance(known)
+        if self.runner is not None:
+            self.counters.head_passes[state.index] += self.runner.passes - before
+        self.counters.count_taken_back(state.index, following_state)
+        # A row that stopped at a finished block begins the next one; nothing of it is known yet.
+        fresh = stopped_finished
+        first = torch.where(fresh[:, None], MASKED, following_state.ids)
+        step = torch.where(fresh, 0, known.step + 1)
+        self.counters.trace(state, finished_ids, committed, first, following_state.source, fresh)
+        state.first, state.step, state.basis, state.has_basis = first, step, known, ~fresh
+        state.any_basis = not sync[:, 1].all()
+        self._end_rows(torch.cat([first, finished_ids], dim=1).cpu().numpy(), sync)
+
+    def _commit(self, sync: np.ndarray, at: Tensor, ids: Tensor, hidden: Tensor, committed: Tensor) -> None:
+        """Makes finished blocks part of their rows' prefixes, for backbone and head."""
+        state, block = self.state, self.options.block_length
+        if sync[:, 2].any():
+            raise BrokenLogitsError(
+                f"the model produced NaN or infinite logits in row {int(state.index[int(sync[:, 2].argmax())])}; "
+                "allowed: finite numbers. Check the weights (backbone and MRP head), and use dtype=torch.bfloat16 or "
+                "float32 if float16 overflows."
+            )
+        if not sync[:, 0].any():
+            return
+        rows = torch.from_numpy(np.flatnonzero(sync[:, 0])).to(self.device)
+        scratch = self.stack.cache.scratch
+        in_place = (sync[:, 3] == 0) & (state.start_host == scratch)
+        if not in_place[sync[:, 0] == 1].all():
+            self.stack.cache.commit(scratch + at[rows] * block, state.start[rows], rows, block)
+        if self.runner is not None:
+            self.runner.remember(committed, ids, hidden, state.start, state.longest, state.ragged)
+        state.add_block(committed, sync[:, 0].astype(bool))
+
+    def _end_rows(self, host: np.ndarray, sync: np.ndarray) -> None:
+        """Hands newly revealed tokens to the end conditions and drops the rows that have ended."""
+        state, block = self.state, self.options.block_length
+        first, finished = host[:, :block], host[:, block:]
+        state.first_host = first
+        for place, index in enumerate(state.index.tolist()):
+            row, start = self.ends.rows[index], int(state.start_host[place])
+            if sync[place, 0]:
+                self.ends.extend(index, finished[place][len(row.prompt) + len(row.tokens) - start + block :])
+            if row.ended:
+                continue
+            rest = first[place][len(row.prompt) + len(row.tokens) - start :]
+            masked = np.flatnonzero(rest < 0)
+            self.ends.extend(index, rest[: int(masked[0])] if masked.size else rest)
+        self.ends.ask_criteria()
+        self._stream()
+        keep = [place for place, index in enumerate(state.index.tolist()) if not self.ends.rows[index].ended]
+        if len(keep) < state.rows:
+            self._drop_rows(keep)
+
+    def _drop_rows(self, keep: list[int]) -> None:
+        """Moves the surviving rows to the front of the caches; ended rows take no further part."""
+        state = self.state
+        order = list(range(state.rows))
+        caches = [self.stack.cache]
+        if self.runner is not None and self.runner.stack is not None:
+            caches.append(self.runner.stack.cache)
+        for target, source in enumerate(keep):
+            at = order.index(source)
+            if at != target:
+                for cache in caches:
+                    cache.swap(target, at, state.longest)
+                order[target], order[at] = order[at], order[target]
+        kept = torch.tensor(order[: len(keep)], device=self.device, dtype=torch.int64)
+        if self.runner is not None:
+            self.runner.keep_rows(kept)
+        state.keep(kept, order[: len(keep)])
+
+    def _stream(self) -> None:
+        if self.streamer is None:
+            return
+        tokens = self.ends.rows[0].tokens
+        for token in tokens[self.counters.streamed :]:
+            self.streamer.put(torch.tensor([token]))
+        self.counters.streamed = len(tokens)
+        if hasattr(self.streamer, "put_draft") and not self.ends.rows[0].ended:
+            self.streamer.put_draft(torch.from_numpy(self.state.first_host[0]))
+

@@ -1,0 +1,4 @@
+"""From an official checkpoint to a published model repository, and from there into other tools.
+
+`convert` (mrp-convert), `export` (mrp-export), `serve` (mrp-serve), `quantize`. Nothing here is needed to load a model.
+"""

@@ -1,0 +1,1 @@
+../kernels/kernel_dispatch.py

@@ -1,0 +1,69 @@
+"""Key/value storage of ragged rows: a committed prefix per row, and a scratch area for the segments of one forward.
+
+Storage is preallocated and grows by doubling. A forward writes its segments behind the longest committed prefix and
+reads one view, so neither prefix nor segments are copied; committing a finished block moves one block per row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PackedCache:
+    """Keys and values of all layers of one stack (backbone or head).
+
+    Args:
+        capacity: positions to allocate at first; more is allocated when needed.
+
+    Attributes:
+        keys, values: per layer `[rows, kv_heads, capacity, head_dim]`, on that layer's device.
+        scratch: offset at which the next forward writes its tokens.
+        rows: how many of the leading rows take part in the next forward.
+    """
+
+    def __init__(self, capacity: int = 0):
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.capacity = capacity
+        self.scratch = 0
+        self.rows = 0
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes the tokens of this forward `[rows, kv_heads, tokens, head_dim]` and returns all that can be seen."""
+        rows, _, tokens, _ = key.shape
+        end = self.scratch + tokens
+        if layer not in self.keys or end > self.keys[layer].shape[2]:
+            self._grow(layer, key, end)
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:rows, :, self.scratch : end] = key
+        values[:rows, :, self.scratch : end] = value
+        return keys[:rows, :, :end], values[:rows, :, :end]
+
+    def commit(self, source: Tensor, target: Tensor, rows: Tensor, block: int) -> None:
+        """Moves one block of `rows` `[m]` from offsets `source` `[m]` to `target` `[m]`, in every layer."""
+        span = torch.arange(block, device=rows.device)
+        source, target, rows = source[:, None] + span, target[:, None] + span, rows[:, None]
+        for layer, keys in self.keys.items():
+            values = self.values[layer]
+            r, s, t = (index.to(keys.device) for index in (rows, source, target))
+            keys[r, :, t] = keys[r, :, s]
+            values[r, :, t] = values[r, :, s]
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        """Exchanges the first `length` positions of two rows."""
+        for storage in (*self.keys.values(), *self.values.values()):
+            held = storage[first, :, :length].clone()
+            storage[first, :, :length] = storage[second, :, :length]
+            storage[second, :, :length] = held
+
+    def _grow(self, layer: int, key: Tensor, needed: int) -> None:
+        old = self.keys.get(layer)
+        self.capacity = max(self.capacity, needed if old is None else 2 * needed)
+        rows = max(self.rows, key.shape[0])
+        shape = (rows, key.shape[1], self.capacity, key.shape[3])
+        for storage, sample in ((self.keys, key), (self.values, key)):
+            fresh = torch.zeros(shape, dtype=sample.dtype, device=sample.device)
+            if layer in storage:
+                fresh[:, :, : storage[layer].shape[2]] = storage[layer]
+            storage[layer] = fresh

@@ -1,0 +1,106 @@
+"""Packed forward: one call evaluates several block-sized segments per row over that row's own committed prefix.
+
+A segment is one state of a block. It sees the row's prefix, itself, and the one finished segment that it names as its
+parent (the first state of the next block rides along with the finished state before it). Candidates of the same block
+do not see each other.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packed_cache import PackedCache
+
+MASKED = -1
+
+
+@dataclass
+class Segments:
+    """States to evaluate, padded to one count per row.
+
+    Attributes:
+        ids: `[rows, segments, block]` int64, -1 at masked positions.
+        start: `[rows, segments]` int64, absolute position of the segment's first token.
+        step: `[rows, segments]` int64, denoising steps done in the segment's block.
+        parent: `[rows, segments]` int64, the finished segment that this one also sees, -1 for none.
+        alive: `[rows, segments]` bool; dead segments only pad the batch.
+    """
+
+    ids: Tensor
+    start: Tensor
+    step: Tensor
+    parent: Tensor
+    alive: Tensor
+
+    @property
+    def visible(self) -> Tensor:
+        """`[rows, segments, segments]` bool: segment i sees segment j."""
+        count = self.ids.shape[1]
+        index = torch.arange(count, device=self.ids.device)
+        return torch.eye(count, dtype=torch.bool, device=self.ids.device) | (self.parent[..., None] == index)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """What a packed-attention kernel needs instead of a mask; travels to the attention function as `packed_layout`.
+
+    Attributes:
+        prefix_length: `[rows]` int64, committed positions of each row.
+        scratch: offset of the segments in the cache.
+        visible: `[rows, segments, segments]` bool.
+        block: positions per segment.
+        cache: the storage, `[rows, kv_heads, capacity, head_dim]` per layer.
+    """
+
+    prefix_length: Tensor
+    scratch: int
+    visible: Tensor
+    block: int
+    cache: PackedCache
+
+
+class PackedStack:
+    """Runs one stack of layers, backbone or head, packed over its own cache.
+
+    Args:
+        model: an `MRPForCausalLM`.
+        block: positions per segment.
+        capacity: positions to allocate.
+    """
+
+    def __init__(self, model: Any, block: int, capacity: int):
+        self.model, self.block = model, block
+        self.cache = PackedCache(capacity)
+
+    def arguments(self, segments_visible: Tensor, prefix_length: Tensor, longest: int, ragged: bool) -> dict[str, Any]:
+        """Mask, cache and layout of a packed call.
+
+        Args:
+            segments_visible: `[rows, segments, segments]` bool.
+            prefix_length: `[rows]` int64.
+            longest: the largest of them.
+            ragged: whether any of them is shorter.
+        """
+        rows, count, _ = segments_visible.shape
+        self.cache.scratch, self.cache.rows = longest, rows
+        if self.model.config._attn_implementation == "mrp_packed":
+            layout = PackedLayout(prefix_length, longest, segments_visible, self.block, self.cache)
+            return {"mask": None, "cache": self.cache, "packed_layout": layout}
+        if count == 1 and not ragged:
+            return {"mask": None, "cache": self.cache}
+        prefix = torch.arange(longest, device=prefix_length.device) < prefix_length[:, None]
+        tokens = count * self.block
+        inside = segments_visible.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
+        allowed = torch.cat([prefix[:, None].expand(rows, tokens, longest), inside], dim=2)
+        return {"mask": self.model.attention_mask(allowed), "cache": self.cache}
+
+    def positions(self, start: Tensor) -> Tensor:
+        """`[rows, segments * block]` absolute positions of segments that start at `start` `[rows, segments]`."""
+        return (start[..., None] + torch.arange(self.block, device=start.device)).flatten(1)
+
+
+def fill_masked(ids: Tensor, mask_token_id: int) -> Tensor:
+    """Ids as the model reads them: the mask token at masked positions."""
+    return ids.masked_fill(ids == MASKED, mask_token_id)

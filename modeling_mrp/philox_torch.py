@@ -1,0 +1,1 @@
+../kernels/philox_torch.py

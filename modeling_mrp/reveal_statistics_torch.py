@@ -1,0 +1,1 @@
+../kernels/reveal_statistics_torch.py

@@ -19,8 +19,10 @@ from .draft_lattice import DraftCalibration, DraftStatistics, LatticePlanner
 from .end_conditions import EndConditions
 from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
+from .packed_cache import PackedCache
 from .packed_forward import MASKED, PackedStack, Segments, fill_masked
 from .prefill import prefill
+from .prefix_handle import PrefixHandle
 from .reveal_policies import PositionStatistics, make_policy
 from .token_statistics import BrokenLogitsError, DrawKey, TokenStatistics, token_statistics
 from .walk import walk_states
@@ -259,15 +261,15 @@ class DecodeEngine:
         """Moves the surviving rows to the front of the caches; ended rows take no further part."""
         state = self.state
         order = list(range(state.rows))
-        caches = [self.stack.cache]
-        if self.runner is not None and self.runner.stack is not None:
-            caches.append(self.runner.stack.cache)
+        caches = self._caches()
         for target, source in enumerate(keep):
             at = order.index(source)
             if at != target:
                 for cache in caches:
                     cache.swap(target, at, state.longest)
                 order[target], order[at] = order[at], order[target]
+                state.places[[target, at]] = state.places[[at, target]]
+        state.committed[state.index] = state.start_host
         kept = torch.tensor(order[: len(keep)], device=self.device, dtype=torch.int64)
         if self.runner is not None:
             self.runner.keep_rows(kept)
@@ -283,3 +285,19 @@ class DecodeEngine:
         if hasattr(self.streamer, "put_draft") and not self.ends.rows[0].ended:
             self.streamer.put_draft(torch.from_numpy(self.state.first_host[0]))
 
+    def prefix_handle(self) -> PrefixHandle:
+        """The caches of this call, with the tokens that they hold, for a later call that continues it."""
+        block, runner = self.options.block_length, self.runner
+        caches = self._caches()
+        # The head stores a block one call later than the backbone.
+        behind = block * (len(caches) - 1)
+        tokens = []
+        for row, length in zip(self.ends.rows, self.state.committed.tolist(), strict=True):
+            tokens.append((row.prompt + row.tokens)[: max(0, length - behind)])
+        for cache in caches:
+            cache.reorder(torch.from_numpy(np.argsort(self.state.places)).to(self.device))
+        return PrefixHandle(self.stack, runner, tokens, block, self.options.context)
+
+    def _caches(self) -> list[PackedCache]:
+        head = [] if self.runner is None or self.runner.stack is None else [self.runner.stack.cache]
+        return [self.stack.cache, *head]

@@ -26,6 +26,8 @@ class DecodeState:
         step: `[rows]` int64: denoising steps done in the block.
         basis: the known state that `first` follows, with its logits; `None` before the first forward.
         has_basis: `[rows]` bool: whether `basis` belongs to the same block as `first`.
+        committed: `[batch]` numpy, prefix lengths of rows that have ended.
+        places: `[batch]` numpy, which row of the batch each row of the caches holds.
         any_basis: whether any row has one (host).
     """
 
@@ -39,6 +41,8 @@ class DecodeState:
     block: int
     basis: KnownState | None
     has_basis: Tensor
+    committed: np.ndarray
+    places: np.ndarray
     any_basis: bool = False
 
     @classmethod
@@ -61,6 +65,8 @@ class DecodeState:
             block=block,
             basis=None,
             has_basis=torch.zeros_like(start, dtype=torch.bool),
+            committed=np.zeros(len(prompts), dtype=np.int64),
+            places=np.arange(len(prompts)),
         )
 
     @property

@@ -1,9 +1,7 @@
 """`generate` of an MRP model: transformers' signature and habits over the decode engine."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
@@ -16,42 +14,12 @@ from .decode_state import Counters
 from .end_conditions import EndConditions, RowText
 from .generation_config_mrp import DecodingOptions, MRPGenerationConfig, resolve_options
 from .generation_output import MRPGenerateOutput
-from .head_runner import HeadRunner
-from .packed_forward import PackedStack
+from .prefix_handle import PrefixHandle
 
 logger = logging.get_logger(__name__)
 
 _DEFAULT_NEW_TOKENS = 256
-
-
-@dataclass
-class PrefixHandle:
-    """Caches of a finished call; handed back as `past_key_values`, they spare the shared prefix another prefill.
-
-    Attributes:
-        stack, runner: of the backbone and of the head.
-        tokens: per row, the ids whose keys and values are stored (whole blocks).
-        block_length, context: of the call that filled them.
-    """
-
-    stack: PackedStack
-    runner: HeadRunner | None
-    tokens: list[list[int]]
-    block_length: int
-    context: str
-
-    def shared_blocks(self, prompts: list[Tensor], options: DecodingOptions, needs_head: bool) -> int:
-        """Positions (whole blocks) that these prompts share with the stored tokens, the same for every row."""
-        if options.block_length != self.block_length or len(prompts) != len(self.tokens):
-            return 0
-        if needs_head and (self.runner is None or options.context != self.context):
-            return 0
-        shared = []
-        for prompt, stored in zip(prompts, self.tokens, strict=True):
-            both = min(len(prompt), len(stored))
-            same = np.equal(prompt[:both].cpu().numpy(), np.array(stored[:both]))
-            shared.append(both if same.all() else int(same.argmin()))
-        return min(shared) // self.block_length * self.block_length
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class MRPGenerationMixin:
@@ -62,7 +30,11 @@ class MRPGenerationMixin:
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Loads the generation config as usual and gives it its own, validated class."""
         super().adjust_generation_fn(*args, **kwargs)  # type: ignore[misc]
-        values = {k: v for k, v in self.generation_config.to_dict().items() if v is not None and not k.startswith("_")}
+        loaded = self.generation_config
+        values = {k: v for k, v in loaded.to_dict().items() if v is not None and not k.startswith("_")}
+        if getattr(loaded, "_from_model_config", False):
+            # There was no generation_config.json; config.json's training-time entries (use_cache) are no wish.
+            values = {name: values[name] for name in _SPECIAL_TOKENS if name in values}
         self.generation_config = MRPGenerationConfig(**values)
         self.generation_config._original_object_hash = hash(self.generation_config)
 
@@ -79,7 +51,7 @@ class MRPGenerationMixin:
         streamer: Any = None,
         tokenizer: Any = None,
         past_key_values: PrefixHandle | None = None,
-        return_past_key_values: bool = False,
+        return_cache: bool = False,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
         """Generates by block diffusion; the arguments are transformers' own and those of [`MRPGenerationConfig`].
@@ -91,7 +63,7 @@ class MRPGenerationMixin:
             streamer: gets the prompt, then finished tokens in order (one row only).
             tokenizer: needed for `stop_strings`.
             past_key_values: the handle of an earlier call; a prompt that continues it is not read again. With
-                `return_past_key_values=True` (and `return_dict_in_generate=True`) the output carries a new one.
+                `return_cache=True` (and `return_dict_in_generate=True`) the output carries a new one.
 
         Returns:
             `[rows, columns + new]` int64: prompts as given, then new tokens, then the pad token; or
@@ -144,8 +116,8 @@ class MRPGenerationMixin:
         if not values.get("return_dict_in_generate"):
             return sequences
         output = _describe(sequences, input_ids.shape[1], rows, counters, options)
-        if return_past_key_values:
-            output.past_key_values = engine.prefix_handle()
+        if return_cache:
+            output.cache = engine.prefix_handle()
         return output
 
     def _merge_arguments(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class MRPGenerateOutput(ModelOutput):
         reveal_step, reveal_source: `[rows, length]` int64, on request: the row's forward (from 0) at which each token
             was revealed and where it came from (0 backbone, k head step k); -1 at prompt and padding.
         order: str, the reveal order: `published`, or `stable` where `confidence_resolution` > 0.
-        past_key_values: handle to continue this conversation, when `return_past_key_values` was asked for.
+        cache: handle to continue this conversation, when `return_cache` was asked for.
     """
 
     sequences: LongTensor | None = None
@@ -43,4 +43,4 @@ class MRPGenerateOutput(ModelOutput):
     reveal_step: Tensor | None = None
     reveal_source: Tensor | None = None
     order: str | None = None
-    past_key_values: Any = None
+    cache: Any = None

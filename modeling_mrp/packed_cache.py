@@ -57,6 +57,12 @@ class PackedCache:
             storage[first, :, :length] = storage[second, :, :length]
             storage[second, :, :length] = held
 
+    def reorder(self, order: Tensor) -> None:
+        """Puts the rows `order` `[rows]` of the storage in that order."""
+        for storage in (self.keys, self.values):
+            for layer, held in storage.items():
+                storage[layer] = held[order.to(held.device)]
+
     def _grow(self, layer: int, key: Tensor, needed: int) -> None:
         old = self.keys.get(layer)
         self.capacity = max(self.capacity, needed if old is None else 2 * needed)

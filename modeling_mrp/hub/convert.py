@@ -22,7 +22,7 @@ from .checkpoint_reader import INDEX_NAME, StoredTensor, stored_tensors
 from .console import run_command, say
 from .errors import HubError
 from .remote_code import copy_code
-from .source_config import declared_token, generation_config, read_config
+from .source_config import declared_token, generation_config, read_config, write_generation_config
 from .tensor_plan import TensorPlan, head_file_names, head_layers, our_names, plan_tensors
 from .tokenizer_files import write_tokenizer
 
@@ -104,7 +104,7 @@ def convert_checkpoint(
         config.save_pretrained(target)
         generation, more = generation_config(folder, config, end_tokens)
         notes += more
-        generation.save_pretrained(target)
+        write_generation_config(generation, target)
         copy_code(target)
     return Conversion(destination, len(plan.tensors), plan.total_bytes, files, plan.has_head, notes)
 

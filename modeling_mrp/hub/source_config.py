@@ -1,6 +1,7 @@
 """From an SDAR or SDAR-MRP config.json to ours: keeps what describes the model, drops what hurts, says both."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,14 @@ def generation_config(source: Path, config: MRPConfig, end_tokens: list[int]) ->
         mrp_mode="speculative",
     )
     return result, notes
+
+
+def write_generation_config(config: MRPGenerationConfig, target: Path) -> None:
+    """Writes generation_config.json without the fields that nobody set."""
+    config.save_pretrained(target)
+    path = target / "generation_config.json"
+    content = {name: value for name, value in read_json(path).items() if value is not None}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def declared_token(source: Path, name: str) -> list[int]:

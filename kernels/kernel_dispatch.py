@@ -43,7 +43,20 @@ def resolve_kernels(choice: str, device: torch.device | str) -> str:
     return "triton"
 
 
-def _interpreted() -> bool:
-    from triton import knobs
+@lru_cache(maxsize=8)
+def compute_capability(device: torch.device) -> int:
+    """80, 90, 100 for the CUDA generations, by which tile sizes are chosen; ROCm counts as 80, no GPU as 90."""
+    if device.type != "cuda":
+        return 90
+    if torch.version.hip:
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
+
+def _interpreted() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:  # before Triton 3.4
+        return False
     return bool(knobs.runtime.interpret)

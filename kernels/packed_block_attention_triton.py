@@ -2,12 +2,14 @@
 
 A program holds up to 128 query rows of one key head: all segments and all query heads that share the key head are rows
 of one matrix product, so the prefix is read from memory once (row tiles beyond the first find it in the L2 cache).
-Split 0 is the new segments, split 1 + i the i-th chunk of the prefix.
+Split 0 is the new segments, split 1 + i the i-th chunk of the prefix. The commit is the combine's: every program that
+reads the cache has ended by then.
 """
 
 import torch
 from torch import Tensor
 
+from .kernel_dispatch import compute_capability
 from .packed_block_attention_torch import visibility_bits
 
 try:  # transformers' check of remote code tolerates a missing package only in a try block
@@ -47,7 +49,6 @@ def _split_kernel(
     cache_value,
     prefix_length,
     visibility,
-    commit,
     partial_output,
     partial_max,
     partial_sum,
@@ -67,7 +68,6 @@ def _split_kernel(
     cache_value_head,
     cache_value_token,
     scale,
-    capacity,
     kv_heads,
     segments,
     splits,
@@ -76,10 +76,9 @@ def _split_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    PADDED_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    COMMIT: tl.constexpr,
+    OWN_KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -100,7 +99,7 @@ def _split_kernel(
     in_rows = token < tokens
     head = kv_head * GROUP + row % GROUP
     q = tl.load(
-        query + batch * query_batch + (head * query_head + token.to(tl.int64) * query_token)[:, None] + dim[None, :],
+        query + batch * query_batch + (head * query_head + token * query_token)[:, None] + dim[None, :],
         mask=in_rows[:, None] & (dim < DIM)[None, :],
         other=0.0,
     )
@@ -117,7 +116,7 @@ def _split_kernel(
             index = position + tl.arange(0, KEYS)
             inside = index < stop
             load = inside[:, None] & (dim < DIM)[None, :]
-            far = index.to(tl.int64)[:, None]
+            far = index[:, None]
             k = tl.load(cache_key + far * cache_key_token + dim[None, :], mask=load, other=0.0)
             v = tl.load(cache_value + far * cache_value_token + dim[None, :], mask=load, other=0.0)
             if UPCAST:
@@ -131,14 +130,17 @@ def _split_kernel(
         value += batch * value_batch + kv_head * value_head
         segment = token // BLOCK
         bits = tl.load(visibility + batch * segments + segment, mask=in_rows, other=0)
-        for position in range(0, tokens, KEYS):
-            index = position + tl.arange(0, KEYS)
+        for position in range(0, tokens, OWN_KEYS):
+            index = position + tl.arange(0, OWN_KEYS)
+            # At most 32 keys belong to at most 32 segments: from the first of them on, 32 bits of the 64 suffice.
+            first = position // BLOCK
+            near = (bits >> first).to(tl.int32)
             other = index // BLOCK
-            allowed = ((bits[:, None] >> other.to(tl.int64)[None, :]) & 1) != 0
+            allowed = ((near[:, None] >> (other - first)[None, :]) & 1) != 0
             allowed = (allowed | (segment[:, None] == other[None, :])) & (index < tokens)[None, :] & in_rows[:, None]
-            if tl.max(allowed.to(tl.int32)) > 0:
+            if tl.max(tl.max(allowed.to(tl.int32), axis=1), axis=0) > 0:
                 load = (index < tokens)[:, None] & (dim < DIM)[None, :]
-                far = index.to(tl.int64)[:, None]
+                far = index[:, None]
                 k = tl.load(key + far * key_token + dim[None, :], mask=load, other=0.0)
                 v = tl.load(value + far * value_token + dim[None, :], mask=load, other=0.0)
                 if UPCAST:
@@ -147,20 +149,6 @@ def _split_kernel(
                 row_max, row_sum, output = _attend(
                     q, k, v, allowed, row_max, row_sum, output, scale, UPCAST, PRECISION
                 )
-        if COMMIT and tile == 0:
-            chosen = tl.load(commit + batch)
-            if chosen >= 0:
-                # Entries from the prefix's end on are written here and read by no program of this launch.
-                offset = tl.arange(0, PADDED_BLOCK)
-                target = (prefix + offset).to(tl.int64)
-                load = ((offset < BLOCK) & (target < capacity))[:, None] & (dim < DIM)[None, :]
-                source = (chosen * BLOCK + offset).to(tl.int64)[:, None]
-                cache_key += batch * cache_key_batch + kv_head * cache_key_head
-                cache_value += batch * cache_value_batch + kv_head * cache_value_head
-                k = tl.load(key + source * key_token + dim[None, :], mask=load)
-                tl.store(cache_key + target[:, None] * cache_key_token + dim[None, :], k, mask=load)
-                v = tl.load(value + source * value_token + dim[None, :], mask=load)
-                tl.store(cache_value + target[:, None] * cache_value_token + dim[None, :], v, mask=load)
 
     # Laid out [batch * kv_heads, splits, rows of the key head, dim].
     place = (pair.to(tl.int64) * splits + split) * (tokens * GROUP) + row
@@ -178,14 +166,35 @@ def _combine_kernel(
     partial_sum,
     prefix_length,
     output,
+    key,
+    value,
+    cache_key,
+    cache_value,
+    commit,
+    key_batch,
+    key_head,
+    key_token,
+    value_batch,
+    value_head,
+    value_token,
+    cache_key_batch,
+    cache_key_head,
+    cache_key_token,
+    cache_value_batch,
+    cache_value_head,
+    cache_value_token,
+    capacity,
     kv_heads,
     tokens,
     splits,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    PADDED_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    COMMIT: tl.constexpr,
 ):
     pair = tl.program_id(0)
     batch = (pair // kv_heads).to(tl.int64)
@@ -197,7 +206,8 @@ def _combine_kernel(
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    used = 1 + tl.cdiv(tl.load(prefix_length + batch).to(tl.int32), CHUNK)
+    prefix = tl.load(prefix_length + batch).to(tl.int32)
+    used = 1 + tl.cdiv(prefix, CHUNK)
     for split in range(0, tl.minimum(used, splits)):
         place = (pair.to(tl.int64) * splits + split) * (tokens * GROUP) + row
         split_max = tl.load(partial_max + place, mask=in_rows, other=0.0)
@@ -212,6 +222,21 @@ def _combine_kernel(
     token = batch * tokens + row // GROUP
     target = (token * (kv_heads * GROUP) + head)[:, None] * DIM + dim[None, :]
     tl.store(output + target, (result / row_sum[:, None]).to(output.dtype.element_ty), mask=load)
+    if COMMIT and tl.program_id(1) == 0:
+        chosen = tl.load(commit + batch)
+        if chosen >= 0:
+            offset = tl.arange(0, PADDED_BLOCK)
+            place = (prefix + offset).to(tl.int64)
+            load = ((offset < BLOCK) & (place < capacity))[:, None] & (dim < DIM)[None, :]
+            source = (chosen * BLOCK + offset).to(tl.int64)[:, None]
+            cache_key += batch * cache_key_batch + kv_head.to(tl.int64) * cache_key_head
+            cache_value += batch * cache_value_batch + kv_head.to(tl.int64) * cache_value_head
+            key += batch * key_batch + kv_head.to(tl.int64) * key_head
+            value += batch * value_batch + kv_head.to(tl.int64) * value_head
+            k = tl.load(key + source * key_token + dim[None, :], mask=load)
+            tl.store(cache_key + place[:, None] * cache_key_token + dim[None, :], k, mask=load)
+            v = tl.load(value + source * value_token + dim[None, :], mask=load)
+            tl.store(cache_value + place[:, None] * cache_value_token + dim[None, :], v, mask=load)
 
 
 def packed_block_attention_triton(
@@ -240,7 +265,7 @@ def packed_block_attention_triton(
     output = torch.empty(batch, tokens, heads, dim, device=query.device, dtype=query.dtype)
     if output.numel() == 0:
         return output
-    rows, keys, warps, stages = tile_sizes(group * tokens, dim, query.dtype)
+    rows, keys, own_keys, warps, stages = tile_sizes(group * tokens, query.dtype, compute_capability(query.device))
     tiles = triton.cdiv(group * tokens, rows)
     chunk = chunk_size(batch * kv_heads * tiles, prefix)
     splits = 1 + triton.cdiv(prefix, chunk)
@@ -256,7 +281,6 @@ def packed_block_attention_triton(
         cache_value,
         prefix_length,
         bits.contiguous(),
-        commit if commit is not None else prefix_length,
         partial_output,
         partial_max,
         partial_sum,
@@ -266,7 +290,6 @@ def packed_block_attention_triton(
         *cache_key.stride()[:3],
         *cache_value.stride()[:3],
         (dim**-0.5 if scaling is None else scaling) * LOG2_E,
-        capacity,
         kv_heads,
         segments,
         splits,
@@ -275,10 +298,9 @@ def packed_block_attention_triton(
         BLOCK=block,
         DIM=dim,
         PADDED_DIM=padded_dim,
-        PADDED_BLOCK=triton.next_power_of_2(block),
         ROWS=rows,
         KEYS=keys,
-        COMMIT=commit is not None,
+        OWN_KEYS=own_keys,
         UPCAST=_upcast(query),
         PRECISION="ieee",
         num_warps=warps,
@@ -291,25 +313,42 @@ def packed_block_attention_triton(
         partial_sum,
         prefix_length,
         output,
+        key,
+        value,
+        cache_key,
+        cache_value,
+        commit if commit is not None else prefix_length,
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *cache_key.stride()[:3],
+        *cache_value.stride()[:3],
+        capacity,
         kv_heads,
         tokens,
         splits,
         CHUNK=chunk,
         GROUP=group,
+        BLOCK=block,
         DIM=dim,
         PADDED_DIM=padded_dim,
+        PADDED_BLOCK=triton.next_power_of_2(block),
         ROWS=combined_rows,
+        COMMIT=commit is not None,
         num_warps=4,
     )
     return output
 
 
-def tile_sizes(rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Query rows and keys per product, warps and pipeline stages."""
+def tile_sizes(rows: int, dtype: torch.dtype, capability: int) -> tuple[int, int, int, int, int]:
+    """Query rows, prefix keys and new keys per product, warps and pipeline stages: the largest that spill nothing.
+
+    Before sm_90 the operands of a product live in registers, not in shared memory, so the tiles are smaller there.
+    """
     if dtype == torch.float32:
-        return (16, 32, 4, 1) if dim > 64 else (32, 32, 4, 1)
+        return 16, 32, 16, 8, 1
     tile = min(128, max(16, triton.next_power_of_2(rows)))
-    return tile, 64, 8 if tile == 128 else 4, 2
+    keys, own_keys = (64, 32) if capability >= 90 else (32, 16)
+    return tile, keys, own_keys, 8 if tile == 128 else 4, 2
 
 
 def chunk_size(programs_per_chunk: int, prefix: int) -> int:

@@ -140,7 +140,7 @@ def reveal_threshold(
     """`[rows]` float32: the lowest corrected logit that top-k, then top-p, keep; equal logits share their fate."""
     rows, vocab = logits.shape
     threshold = torch.empty(rows, device=logits.device, dtype=torch.float32)
-    block = min(8192, max(128, triton.next_power_of_2(vocab)))
+    block = min(4096, max(128, triton.next_power_of_2(vocab)))
     if rows:
         _threshold_kernel[(rows,)](
             logits,
@@ -158,6 +158,6 @@ def reveal_threshold(
             TOP_P=top_p < 1.0,
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
-            num_warps=max(1, min(16, block // 512)),
+            num_warps=max(1, min(16, block // 256)),
         )
     return threshold

@@ -174,7 +174,7 @@ def shortlist_triton(logits: Tensor, size: int, mask_token_id: int | None) -> Sh
     if mask_token_id is not None:
         largest = torch.maximum(largest, logits[:, mask_token_id].float())
     largest = largest.contiguous()
-    block = min(8192, max(128, triton.next_power_of_2(vocab)))
+    block = min(4096, max(128, triton.next_power_of_2(vocab)))
     splits = triton.cdiv(vocab, block)
     partial = torch.empty(3, rows, splits, device=logits.device, dtype=torch.float32)
     if rows:

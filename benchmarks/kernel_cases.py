@@ -1,0 +1,259 @@
+"""The workloads of the kernel benchmark: every operation at the shapes of the SDAR models.
+
+A case builds its tensors on any device; on `meta` nothing is allocated, which is enough to compile ahead of time.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import mrp_kernels as ops
+import torch
+from mrp_kernels import NoiseKey
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """Published sizes of one backbone."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int = 128
+    vocab: int = 151936
+
+
+MODELS = (
+    Model("1.7B", 2048, 28, 16, 8, 6144),
+    Model("4B", 2560, 36, 32, 8, 9728),
+    Model("8B", 4096, 36, 32, 8, 12288),
+)
+MASK_TOKEN = 151669
+BLOCK = 16
+
+
+@dataclass
+class Case:
+    """One operation at one shape.
+
+    Attributes:
+        operation: its name in `mrp_kernels`.
+        shape: what the tables print.
+        build: device -> the arguments of one call.
+        bytes_moved: bytes that any implementation must read and write, counted once.
+        operations: floating point operations of the matrix products, counted as 2 per multiply and add.
+        kernel: chooses the Triton path given the arguments; the torch twin is called the same way.
+        rivals: other implementations to time, by name, built on demand from the arguments.
+    """
+
+    operation: str
+    shape: str
+    build: Callable[[torch.device], tuple[tuple, dict]]
+    bytes_moved: int
+    operations: int = 0
+    call: Callable[..., object] = field(default=lambda: None)
+    rivals: dict[str, Callable[[tuple, dict], Callable[[], object]]] = field(default_factory=dict)
+    backward: bool = False
+
+
+def random(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    """Normal draws; on `meta` only the shape."""
+    return (torch.randn(*shape, device=device) * scale).to(dtype)
+
+
+def noise_of(rows: int, device: torch.device) -> NoiseKey:
+    order = torch.arange(rows, device=device)
+    return NoiseKey(1234, order // BLOCK, order, order * 0)
+
+
+def statistics_cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    """Greedy, corrected by a residual, sampled, and sampled with top-k and top-p."""
+    vocab = MODELS[0].vocab
+    variants: tuple[tuple[str, int, dict], ...] = (
+        ("greedy", 16, {}),
+        ("greedy", 64, {}),
+        ("greedy, residual", 64, {"residual": True}),
+        ("sampled", 64, {"temperature": 1.0}),
+        ("sampled, top-k 50, top-p 0.95", 64, {"temperature": 1.0, "top_k": 50, "top_p": 0.95}),
+    )
+    for name, rows, options in variants:
+
+        def build(device: torch.device, rows: int = rows, options: dict = options) -> tuple[tuple, dict]:
+            chosen = {"mask_token_id": MASK_TOKEN, **options}
+            if chosen.pop("residual", False):
+                chosen["residual"] = random(rows, vocab, device=device, dtype=dtype)
+            if "temperature" in chosen:
+                chosen["noise"] = noise_of(rows, device)
+            return (random(rows, vocab, device=device, dtype=dtype, scale=3.0),), chosen
+
+        yield Case(
+            "reveal_statistics",
+            f"{rows} x {vocab}, {name}",
+            build,
+            bytes_moved=rows * vocab * dtype.itemsize * (2 if options.get("residual") else 1),
+            call=ops.reveal_statistics,
+        )
+
+
+def attention_arguments(
+    model: Model, batch: int, segments: int, prefix: int, device: torch.device
+) -> tuple[tuple, dict]:
+    """A chain of segments: each sees the earlier ones of its row."""
+    tokens, dim = segments * BLOCK, model.head_dim
+    query = random(batch, tokens, model.heads, dim, device=device).transpose(1, 2)
+    key, value = (random(batch, tokens, model.kv_heads, dim, device=device).transpose(1, 2) for _ in range(2))
+    capacity = prefix + 2 * BLOCK
+    cache = {
+        name: random(batch, model.kv_heads, capacity, dim, device=device) for name in ("cache_key", "cache_value")
+    }
+    chain = torch.tril(torch.ones(segments, segments, device=device, dtype=torch.bool)).expand(batch, -1, -1)
+    options = {
+        **cache,
+        "prefix_length": torch.full((batch,), prefix, device=device),
+        "visibility": ops.visibility_bits(chain),
+        "block": BLOCK,
+        "commit": torch.zeros(batch, device=device, dtype=torch.int64),
+        "max_prefix_length": prefix,
+    }
+    return (query, key, value), options
+
+
+def attention_cases(rivals: Callable[[Model, int, int, int], dict] | None = None) -> Iterator[Case]:
+    """One, four and sixteen segments, short and long prefixes, alone and batched."""
+    for model in MODELS[:2]:  # 8B has the attention shape of 4B
+        for batch, segments, prefix in ((1, 1, 4096), (1, 4, 512), (1, 4, 4096), (1, 16, 4096), (16, 4, 4096)):
+            tokens = segments * BLOCK
+            keys = prefix + tokens
+
+            def build(device: torch.device, model=model, batch=batch, segments=segments, prefix=prefix):
+                return attention_arguments(model, batch, segments, prefix, device)
+
+            yield Case(
+                "packed_block_attention",
+                f"{model.name}, batch {batch}, {segments} x {BLOCK} on {prefix}",
+                build,
+                bytes_moved=2 * batch * model.head_dim * (2 * model.kv_heads * keys + 2 * model.heads * tokens),
+                operations=4 * batch * model.heads * tokens * keys * model.head_dim,
+                call=ops.packed_block_attention,
+                rivals=rivals(model, batch, segments, prefix) if rivals else {},
+            )
+
+
+def shortlist_cases() -> Iterator[Case]:
+    """Selecting 64 tokens for 16 positions, and correcting them."""
+    rows, size = BLOCK, 64
+    vocab = MODELS[0].vocab
+    yield Case(
+        "shortlist",
+        f"{rows} x {vocab}, {size} tokens",
+        lambda device: (
+            (random(rows, vocab, device=device, scale=3.0), size),
+            {"mask_token_id": MASK_TOKEN},
+        ),
+        bytes_moved=rows * vocab * 2,
+        call=ops.shortlist,
+    )
+    for model in MODELS:
+        for sampled in (False, True):
+
+            def build(device: torch.device, model=model, sampled=sampled):
+                list_ = ops.Shortlist(
+                    torch.randint(vocab, (rows, size), device=device),
+                    random(rows, size, device=device, dtype=torch.float32),
+                    random(rows, device=device, dtype=torch.float32),
+                    random(rows, device=device, dtype=torch.float32),
+                )
+                residual = random(rows, model.hidden, device=device)
+                weight = random(vocab, model.hidden, device=device, scale=0.02)
+                options = {"temperature": 1.0, "top_p": 0.95, "noise": noise_of(rows, device)} if sampled else {}
+                return (list_, residual, weight), options
+
+            yield Case(
+                "shortlist_residual",
+                f"{model.name}, {rows} x {size} tokens" + (", sampled, top-p 0.95" if sampled else ""),
+                build,
+                bytes_moved=rows * size * model.hidden * 2,
+                operations=2 * rows * size * model.hidden,
+                call=ops.shortlist_residual,
+            )
+
+
+def input_cases() -> Iterator[Case]:
+    """The head's input and the first steps of its attention, for one and for four blocks."""
+    for model in MODELS:
+        for tokens in (16, 32, 64):
+            hidden, dim = model.hidden, model.head_dim
+
+            def build(device: torch.device, model=model, tokens=tokens):
+                hidden = model.hidden
+                return (
+                    torch.randint(model.vocab, (1, tokens), device=device),
+                    random(1, tokens, hidden, device=device),
+                    random(model.vocab, hidden, device=device, scale=0.02),
+                    random(hidden, device=device),
+                    random(hidden, device=device),
+                    random(hidden, 2 * hidden, device=device, scale=0.02),
+                ), {}
+
+            yield Case(
+                "mrp_input",
+                f"{model.name}, {tokens} tokens",
+                build,
+                bytes_moved=2 * (2 * hidden * hidden + 3 * tokens * hidden),
+                operations=4 * tokens * hidden * hidden,
+                call=ops.mrp_input,
+            )
+
+            def build_rope(device: torch.device, model=model, tokens=tokens):
+                dim = model.head_dim
+                return (
+                    random(1, tokens, model.heads, dim, device=device),
+                    random(1, tokens, model.kv_heads, dim, device=device),
+                    random(dim, device=device),
+                    random(dim, device=device),
+                    random(1, tokens, dim, device=device),
+                    random(1, tokens, dim, device=device),
+                ), {}
+
+            yield Case(
+                "qk_norm_rope",
+                f"{model.name}, {tokens} tokens",
+                build_rope,
+                bytes_moved=2 * tokens * dim * (2 * (model.heads + model.kv_heads) + 2),
+                call=ops.qk_norm_rope,
+            )
+
+
+def loss_cases(tokens: int = 4096) -> Iterator[Case]:
+    """The training loss with its gradient."""
+    for model in MODELS[1:2]:
+
+        def build(device: torch.device, model=model):
+            student = random(tokens, model.hidden, device=device).requires_grad_()
+            return (
+                student,
+                random(tokens, model.hidden, device=device),
+                random(model.vocab, model.hidden, device=device, scale=0.02),
+            ), {}
+
+        yield Case(
+            "residual_kl",
+            f"{model.name}, {tokens} tokens x {model.vocab}",
+            build,
+            bytes_moved=2 * (3 * tokens * model.hidden + model.vocab * model.hidden),
+            operations=6 * tokens * model.vocab * model.hidden,
+            call=ops.residual_kl,
+            backward=True,
+        )
+
+
+def all_cases() -> Iterator[Case]:
+    """Every case, without rivals."""
+    yield from statistics_cases()
+    yield from attention_cases()
+    yield from shortlist_cases()
+    yield from input_cases()
+    yield from loss_cases()

@@ -1,4 +1,4 @@
 """From an official checkpoint to a published model repository, and from there into other tools.
 
-`convert` (mrp-convert), `export` (mrp-export), `serve` (mrp-serve), `quantize`. Nothing here is needed to load a model.
+`convert` (mrp-convert), `export` (mrp-export), `serve` (mrp-serve), `quantize`. Loading a model needs none of it.
 """

@@ -65,7 +65,7 @@ def stored_tensors(source: Path) -> dict[str, StoredTensor]:
         raise HubError(_no_safetensors(source))
     if len(files) > 1 and (source / SINGLE_NAME) not in files:
         raise HubError(
-            f"{source} holds {len(files)} safetensors files and no {INDEX_NAME}, so it cannot be told whether they are "
+            f"{source} holds {len(files)} safetensors files and no {INDEX_NAME}, so nobody can tell whether they are "
             "complete. Download the index too, or leave one file."
         )
     return _tensors_of([source / SINGLE_NAME] if len(files) > 1 else files)

@@ -186,7 +186,9 @@ def _local(source: str | Path) -> Path:
 def command(
     source: Annotated[str, typer.Argument(help="Folder or Hub id of an SDAR or SDAR-MRP checkpoint.")],
     destination: Annotated[Path, typer.Argument(help="New folder.")],
-    head: Annotated[str | None, typer.Option(help="Safetensors file, folder or Hub id with the head's weights.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Safetensors file, folder or Hub id with the head's weights.")
+    ] = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Overrides the config's block_size.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(min=0, help="Overrides the config's mask token.")] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: as stored.")] = None,

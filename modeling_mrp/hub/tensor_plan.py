@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
 import torch
 
 from ..configuration_mrp import MRPConfig
@@ -49,7 +48,9 @@ def head_file_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
     head = {name: tensor for name, tensor in our_names(named).items() if name.startswith(_HEAD)}
     if not head:
         first = ", ".join(sorted(stored)[:3])
-        raise HubError(f"no MRP head among the given head weights (found {first}, ...). Expected mrp_modules.0.model.*.")
+        raise HubError(
+            f"no MRP head among the given head weights (found {first}, ...). Expected mrp_modules.0.model.*."
+        )
     return head
 
 

@@ -1,0 +1,6 @@
+"""Puts the repository's root on the path: the float64 formulas live with the benchmark, which needs them too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))

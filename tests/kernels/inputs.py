@@ -1,0 +1,78 @@
+"""Inputs that the tests of the twins and of the kernels share."""
+
+import torch
+from mrp_kernels import NoiseKey
+from torch import Tensor
+
+MARGIN = 37
+
+
+def inside_nan(tensor: Tensor) -> Tensor:
+    """The same values as a view whose neighbours in memory are all NaN: a read outside shows in the result."""
+    shape = (*tensor.shape[:-2], tensor.shape[-2] + 2, tensor.shape[-1] + MARGIN)
+    buffer = torch.full(shape, torch.nan, dtype=tensor.dtype)
+    view = buffer[..., 1:-1, : tensor.shape[-1]]
+    return view.copy_(tensor)
+
+
+def logits_of(rows: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Random logits with a near-certain row, a tied row, a row with impossible tokens and one that is flat."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    logits[0, vocab // 3] = 45.0
+    logits[1 % rows, [2, vocab // 2, vocab - 1]] = 30.0
+    if rows > 2:
+        logits[2, ::3] = -torch.inf
+    if rows > 3:
+        logits[3] = 1.5
+    return inside_nan(logits.to(dtype))
+
+
+def noise_of(rows: int, seed: int = 2**40 + 17) -> NoiseKey:
+    order = torch.arange(rows)
+    return NoiseKey(seed, order % 3, 1000 + order, order // 2)
+
+
+def attention_inputs(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    segments: int,
+    block: int,
+    dim: int,
+    prefixes: list[int],
+    dtype: torch.dtype,
+    capacity: int | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict]:
+    """Query, key and value as projections leave them (heads behind tokens); a cache that is NaN past its prefix."""
+    generator = torch.Generator().manual_seed(segments * 100 + block)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tokens = segments * block
+    query = draw(batch, tokens, heads, dim).transpose(1, 2)
+    key, value = (draw(batch, tokens, kv_heads, dim).transpose(1, 2) for _ in range(2))
+    capacity = max(prefixes) + block if capacity is None else capacity
+    caches = [torch.full((batch, kv_heads, capacity, dim), torch.nan, dtype=dtype) for _ in range(2)]
+    for row, length in enumerate(prefixes):
+        for cache in caches:
+            cache[row, :, :length] = draw(kv_heads, length, dim)
+    return (query, key, value), {
+        "cache_key": caches[0],
+        "cache_value": caches[1],
+        "prefix_length": torch.tensor(prefixes),
+        "visibility": torch.rand(batch, segments, segments, generator=generator) < 0.4,
+        "block": block,
+    }
+
+
+# batch, heads, kv_heads, segments, block, dim, prefixes: one head and grouped heads, odd blocks and head sizes, empty
+# and unequal prefixes, as many segments as there are bits.
+ATTENTION_SHAPES = (
+    (2, 5, 1, 3, 3, 16, [0, 41]),
+    (3, 4, 2, 5, 16, 64, [33, 0, 7]),
+    (1, 4, 2, 2, 16, 128, [70]),
+    (2, 2, 2, 1, 4, 80, [0, 0]),
+    (1, 2, 1, 64, 1, 16, [5]),
+)

@@ -1,0 +1,233 @@
+"""The Triton kernels against their torch twins under Triton's interpreter.
+
+Not collected by name: the interpreter must be chosen before Triton is first imported, so `test_interpreter.py` runs
+this file in a process of its own. Every allocation of a launcher is poisoned with NaN and fenced by canaries.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from inputs import ATTENTION_SHAPES, attention_inputs, inside_nan, logits_of, noise_of
+from mrp_kernels import (
+    NoiseKey,
+    mrp_input,
+    packed_block_attention,
+    qk_norm_rope,
+    residual_kl,
+    reveal_statistics,
+    shortlist,
+    shortlist_residual,
+)
+from mrp_kernels import packed_block_attention_triton as attention_module
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FENCE = 64
+CANARY = -7777
+
+
+@pytest.fixture(autouse=True)
+def fenced(monkeypatch) -> Iterator[None]:
+    """`torch.empty` gives memory full of NaN (or canaries) between fences that must be intact at the end."""
+    allocated: list[Tensor] = []
+    original = torch.empty
+
+    def poison(tensor: Tensor) -> Tensor:
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else CANARY)
+
+    def empty(*shape, device=None, dtype=None, **_) -> Tensor:
+        size = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        buffer = poison(original(size.numel() + 2 * FENCE, dtype=dtype))
+        allocated.append(buffer)
+        return buffer[FENCE : FENCE + size.numel()].view(size)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    yield
+    monkeypatch.undo()
+    for buffer in allocated:
+        for fence in (buffer[:FENCE], buffer[-FENCE:]):
+            assert fence.isnan().all() if fence.is_floating_point() else fence.eq(CANARY).all()
+
+
+def both(function: Callable, *arguments, **options) -> tuple:
+    """What the twin and the kernel give; no input of the kernel may have changed."""
+    before = [x.clone() for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
+    twin = function(*arguments, kernels="torch", **options)
+    kernel = function(*arguments, kernels="triton", **options)
+    after = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+    return twin, kernel
+
+
+def assert_fields_close(twin, kernel, rtol: float = 2e-5, atol: float = 2e-5) -> None:
+    for name in twin._fields:
+        torch.testing.assert_close(
+            getattr(kernel, name),
+            getattr(twin, name),
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda m, n=name: n + m,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab"), [(5, 1003), (3, 9001), (4, 16)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask_token_id": 0, "runner_up": False, "entropy": False},
+        {"mask_token_id": -1, "residual_scale": 0.7},
+        {"mask_token_id": 5, "temperature": 1.3},
+        {"temperature": 2.0, "top_k": 3, "residual_scale": -1.0},
+        {"temperature": 3.0, "top_p": 0.8, "top_k": 9, "mask_token_id": 2},
+    ],
+)
+def test_statistics(dtype, rows, vocab, options):
+    options = dict(options)
+    if "mask_token_id" in options:
+        options["mask_token_id"] %= vocab
+    if "temperature" in options:
+        options["noise"] = noise_of(rows)
+    if "residual_scale" in options:
+        options["residual"] = inside_nan(
+            torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)).to(dtype)
+        )
+    assert_fields_close(*both(reveal_statistics, logits_of(rows, vocab, dtype), **options))
+
+
+def test_statistics_at_the_full_vocabulary():
+    logits = logits_of(1, 151936, torch.bfloat16)
+    assert_fields_close(*both(reveal_statistics, logits, mask_token_id=151669))
+    assert_fields_close(*both(reveal_statistics, logits, mask_token_id=7, temperature=1.5, noise=noise_of(1)))
+
+
+def test_statistics_at_the_edges():
+    """A likeliest mask token, near-certain rows, ties across splits, a NaN, rows that are all one token."""
+    logits = torch.zeros(6, 9000)
+    logits[0, 8999] = 50.0
+    logits[1, 3] = 25.0
+    logits[2, [100, 5000, 8500]] = 2.0
+    logits[3, 4097] = torch.nan
+    logits[4] = -torch.inf
+    logits[4, [4096, 8192]] = 1.0
+    logits[5, 17] = 200.0
+    twin, kernel = both(reveal_statistics, logits, mask_token_id=8999)
+    assert kernel.log_sum_exp.isnan().tolist() == [False, False, False, True, False, False]
+    assert 0 <= kernel.token[3] < 9000
+    assert kernel.token.tolist()[:3] + kernel.token.tolist()[4:] == [0, 3, 100, 4096, 17]
+    assert kernel.runner_up.tolist()[:3] + kernel.runner_up.tolist()[4:] == [1, 0, 5000, 8192, 0]
+    good = [0, 1, 2, 4, 5]
+    assert_fields_close(type(twin)(*(x[good] for x in twin)), type(kernel)(*(x[good] for x in kernel)))
+
+
+def test_sampled_tokens_equal_the_twins_and_follow_the_softmax():
+    rows = 600
+    logits = torch.tensor([3.0, 0.5, 2.4, 9.0, -1.0, 1.5, 0.1, 0.0]).repeat(rows, 1)
+    order = torch.arange(rows)
+    noise = NoiseKey(11, order % 7, order, order % 5)
+    options = {"mask_token_id": 3, "temperature": 1.5, "runner_up": False, "entropy": False}
+    twin, kernel = both(reveal_statistics, logits, noise=noise, **options)
+    assert torch.equal(twin.token, kernel.token)
+    kept = [0, 1, 2, 4, 5, 6, 7]
+    expected = (logits[0, kept] / 1.5).double().softmax(0) * rows
+    statistic = ((torch.bincount(kernel.token, minlength=8)[kept] - expected) ** 2 / expected).sum()
+    assert statistic < 33.1  # the 1 - 1e-5 quantile at six degrees of freedom
+
+
+def test_sampled_tokens_equal_the_twins_for_every_kind_of_seed():
+    rows = 12
+    logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(5))
+    order = torch.arange(rows)
+    for seed in (2**63 + 9, torch.tensor(-3), order * 2**33 + 5):
+        noise = NoiseKey(seed, order % 7, order * 2**31, order % 5)
+        twin, kernel = both(reveal_statistics, logits, temperature=1.5, top_k=9, noise=noise)
+        assert torch.equal(twin.token, kernel.token)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES)
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_attention(dtype, shape, chunk, monkeypatch):
+    monkeypatch.setattr(attention_module, "chunk_size", lambda *_: chunk)
+    arguments, options = attention_inputs(*shape, dtype)
+    commit = torch.tensor([shape[3] - 1, -1, 0][: shape[0]])
+    results = []
+    for kernels in ("torch", "triton"):
+        own = {**options, **{name: options[name].clone() for name in ("cache_key", "cache_value")}}
+        output = packed_block_attention(*arguments, commit=commit, kernels=kernels, **own)
+        results.append((output, own["cache_key"], own["cache_value"]))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for twin, kernel in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(kernel, twin, rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_does_not_write_behind_the_capacity():
+    arguments, options = attention_inputs(1, 2, 1, 1, 4, 16, [6], torch.float32, capacity=8)
+    buffer = torch.full((1, 1, 20, 16), torch.nan)
+    buffer[:, :, :8] = options["cache_key"]
+    options["cache_key"] = buffer[:, :, :8]
+    packed_block_attention(*arguments, commit=torch.tensor([0]), kernels="triton", **options)
+    assert buffer[:, :, 8:].isnan().all()
+    assert torch.equal(buffer[:, :, 6:8], arguments[1][:, :, :2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", [None, 0, 1002])
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0}, {"temperature": 2.0, "top_k": 5, "top_p": 0.9}])
+def test_shortlist(dtype, mask, options):
+    rows, vocab, size, hidden = 5, 1003, 19, 72
+    twin, kernel = both(shortlist, logits_of(rows, vocab, dtype), size, mask_token_id=mask)
+    assert_fields_close(twin, kernel)
+    generator = torch.Generator().manual_seed(4)
+    residual = inside_nan(torch.randn(rows, hidden, generator=generator).to(dtype))
+    weight = inside_nan((torch.randn(vocab, hidden, generator=generator) * 0.2).to(dtype))
+    noise = noise_of(rows) if options else None
+    assert_fields_close(*both(shortlist_residual, twin, residual, weight, residual_scale=0.5, noise=noise, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden", "out"), [(3, 72, 40), (37, 128, 80)])
+def test_mrp_input(dtype, tokens, hidden, out):
+    generator = torch.Generator().manual_seed(hidden)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    ids = torch.randint(30, (2, tokens), generator=generator)
+    arguments = (draw(2, tokens, hidden) * 20, inside_nan(draw(30, hidden)), draw(hidden), draw(hidden))
+    twin, kernel = both(mrp_input, ids, *arguments, inside_nan(draw(out, 2 * hidden) / 8))
+    tolerance = TOLERANCE[dtype] * hidden**0.5 / 2
+    torch.testing.assert_close(kernel, twin, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 16), (4, 2, 64), (2, 2, 128), (3, 1, 80)])
+def test_qk_norm_rope(dtype, heads, kv_heads, dim):
+    draw = lambda *shape: torch.randn(*shape).to(dtype)  # noqa: E731
+    for rope_batch in (1, 2):
+        arguments = [inside_nan(draw(2, 7, heads, dim)), inside_nan(draw(2, 7, kv_heads, dim)), draw(dim), draw(dim)]
+        arguments += [inside_nan(draw(rope_batch, 7, dim).clamp(-1, 1)), draw(rope_batch, 7, dim).clamp(-1, 1)]
+        for twin, kernel in zip(*both(qk_norm_rope, *arguments), strict=True):
+            tolerance = 3 * TOLERANCE[dtype]
+            torch.testing.assert_close(kernel, twin, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("vocab", "chunk"), [(1003, None), (5000, 2)])
+def test_loss(dtype, vocab, chunk):
+    generator = torch.Generator().manual_seed(vocab)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    student, target, weight = draw(5, 24).requires_grad_(), draw(5, 24), draw(vocab, 24) / 3
+    found = []
+    for kernels in ("torch", "triton"):
+        loss = residual_kl(student, target, weight, chunk=chunk, kernels=kernels)
+        (gradient,) = torch.autograd.grad((loss * torch.arange(5.0)).sum(), student)
+        found.append((loss, gradient))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -1,0 +1,253 @@
+"""The torch twins, which specify the kernels, against float64 formulas written as directly as possible."""
+
+import pytest
+import torch
+from inputs import ATTENTION_SHAPES, attention_inputs, inside_nan, logits_of, noise_of
+from mrp_kernels import (
+    gumbel_noise,
+    mrp_input,
+    packed_block_attention,
+    qk_norm_rope,
+    residual_kl,
+    reveal_statistics,
+    shortlist,
+    shortlist_residual,
+    visibility_bits,
+)
+
+from benchmarks import kernel_references as reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab"), [(5, 1003), (4, 16), (2, 151936)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask_token_id": 0},
+        {"mask_token_id": -1, "residual_scale": 0.7},
+        {"mask_token_id": 5, "temperature": 1.3},
+        {"temperature": 0.8, "top_k": 3},
+        {"temperature": 2.0, "top_p": 0.8, "residual_scale": -1.0},
+        {"temperature": 3.0, "top_p": 0.7, "top_k": 9, "mask_token_id": 2},
+    ],
+)
+def test_statistics(dtype, rows, vocab, options):
+    options = dict(options)
+    if "mask_token_id" in options:
+        options["mask_token_id"] %= vocab
+    if "temperature" in options:
+        options["noise"] = noise_of(rows)
+    logits = logits_of(rows, vocab, dtype)
+    residual = inside_nan(torch.randn(rows, vocab).to(dtype)) if "residual_scale" in options else None
+    found = reveal_statistics(logits, residual=residual, **options)
+    choice = {name: options[name] for name in options if name not in ("residual_scale",)}
+    scale = options.get("residual_scale", 1.0)
+    expected = reference.statistics(logits, residual=residual, residual_scale=scale, chosen=found.token, **choice)
+    for name in ("probability", "log_sum_exp", "entropy", "runner_up_probability"):
+        torch.testing.assert_close(
+            getattr(found, name).double(),
+            getattr(expected, name),
+            rtol=2e-5,
+            atol=1e-6,
+            msg=lambda text, n=name: n + text,
+        )
+    torch.testing.assert_close(found.log_odds.double(), expected.log_odds, rtol=1e-5, atol=2e-5)
+    values = logits.double() if residual is None else logits.double() + scale * residual.double()
+    keys = {"mask_token_id": None, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "noise": None}
+    scores = reference.scores_of(values, *({**keys, **choice}[name] for name in keys))
+    # In float32 the best two may swap where they are one rounding apart; the token must still be a best one.
+    chosen = scores.gather(1, found.token[:, None])[:, 0]
+    torch.testing.assert_close(chosen, scores.amax(dim=1), rtol=1e-6, atol=1e-5)
+    assert options.get("mask_token_id") not in found.token.tolist() + found.runner_up.tolist()
+    assert found.token.ne(found.runner_up).all()
+
+
+def test_ties_go_to_the_lowest_index_on_both_sides_of_the_mask_token():
+    logits = torch.zeros(3, 9)
+    logits[1, [2, 6]] = 1.0
+    logits[2, [6, 8]] = 1.0
+    found = reveal_statistics(logits, mask_token_id=4)
+    assert found.token.tolist() == [0, 2, 6]
+    assert found.runner_up.tolist() == [1, 6, 8]
+
+
+def test_log_odds_order_positions_whose_probability_rounds_to_one():
+    gaps = torch.tensor([18.0, 25.0, 40.0, 80.0])
+    logits = torch.zeros(4, 1003)
+    logits[torch.arange(4), torch.arange(4)] = gaps
+    found = reveal_statistics(logits)
+    assert (found.probability == 1.0).sum() >= 3
+    expected = gaps.double() - torch.tensor(1002.0, dtype=torch.float64).log()
+    torch.testing.assert_close(found.log_odds.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_mask_token_that_would_win_counts_in_the_denominator():
+    logits = torch.tensor([[1.0, 2.0, 30.0, 0.0]])
+    found = reveal_statistics(logits, mask_token_id=2)
+    assert found.token.item() == 1
+    assert found.log_odds.item() == pytest.approx(-28.0, abs=1e-4)
+    assert found.probability.item() == pytest.approx(torch.tensor(-28.0).exp().item(), rel=1e-5)
+
+
+def test_a_nan_shows_in_its_own_rows_log_sum_exp_only():
+    logits = torch.randn(3, 40)
+    logits[1, 17] = torch.nan
+    for noise in (None, noise_of(3)):
+        found = reveal_statistics(logits, temperature=1.0, noise=noise, mask_token_id=3)
+        assert found.log_sum_exp.isnan().tolist() == [False, True, False]
+        assert ((found.token >= 0) & (found.token < 40)).all()
+
+
+def test_measures_do_not_depend_on_the_sampling():
+    logits, noise = torch.randn(6, 50), noise_of(6)
+    plain = reveal_statistics(logits)
+    sampled = reveal_statistics(logits, temperature=5.0, top_k=20, top_p=0.9, noise=noise)
+    torch.testing.assert_close(plain.log_sum_exp, sampled.log_sum_exp)
+    expected = logits.softmax(1).gather(1, sampled.token[:, None])[:, 0]
+    torch.testing.assert_close(sampled.probability, expected)
+
+
+def test_what_was_not_asked_for_is_marked():
+    found = reveal_statistics(torch.randn(2, 7), runner_up=False, entropy=False)
+    assert found.runner_up.tolist() == [-1, -1]
+    assert found.entropy.isnan().all()
+    assert found.runner_up_probability.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES)
+def test_attention(dtype, shape):
+    arguments, options = attention_inputs(*shape, dtype)
+    segments, block, prefixes = shape[3], shape[4], shape[6]
+    commit = torch.tensor([segments - 1, -1, 0][: shape[0]])
+    before = {name: options[name].clone() for name in ("cache_key", "cache_value")}
+    found = packed_block_attention(*arguments, commit=commit, **options)
+    visible = options.pop("visibility")
+    expected = reference.attention(*arguments, visible=visible, **{**options, **before})
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for name, new in zip(before, arguments[1:], strict=True):
+        for row, length in enumerate(prefixes):
+            start = int(commit[row]) * block
+            if start >= 0:
+                before[name][row, :, length : length + block] = new[row, :, start : start + block]
+        assert torch.equal(options[name].nan_to_num(9.0), before[name].nan_to_num(9.0))
+    bits = visibility_bits(visible)
+    again = packed_block_attention(*arguments, visibility=bits, max_prefix_length=max(prefixes), **options)
+    torch.testing.assert_close(again, found)
+
+
+def test_attention_does_not_write_behind_the_capacity():
+    arguments, options = attention_inputs(1, 2, 1, 1, 4, 16, [6], torch.float32, capacity=10)
+    packed_block_attention(*arguments, commit=torch.tensor([-1]), **options)
+    assert options["cache_key"][:, :, 6:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", [None, 0, 7, 1002])
+def test_shortlist(dtype, mask):
+    rows, vocab, size, hidden = 5, 1003, 19, 48
+    logits = logits_of(rows, vocab, dtype)
+    if mask == 7:
+        logits[:2, 7] = 60.0
+    found = shortlist(logits, size, mask_token_id=mask)
+    assert mask not in found.tokens.flatten().tolist()
+    candidates = logits.float().clone()
+    if mask is not None:
+        candidates[:, mask] = -torch.inf
+    assert torch.equal(found.logits, candidates.topk(size, dim=1).values)
+    assert torch.equal(found.logits, logits.float().gather(1, found.tokens))
+    rest, mean = reference.shortlist_rest(logits, found.tokens)
+    torch.testing.assert_close(found.rest_log_sum_exp.double(), rest, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.rest_mean_logit.double(), mean, rtol=1e-4, atol=1e-4)
+
+    residual = torch.randn(rows, hidden).to(dtype)
+    weight = (torch.randn(vocab, hidden) * 0.2).to(dtype)
+    chosen = shortlist_residual(found, residual, weight, residual_scale=0.5)
+    values, total = reference.shortlist_corrected(found, residual, weight, 0.5)
+    value = values.gather(1, (found.tokens == chosen.token[:, None]).int().argmax(1, keepdim=True))[:, 0]
+    torch.testing.assert_close(value, values.amax(dim=1), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(chosen.log_sum_exp.double(), total, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chosen.probability.double(), (value - total).exp(), rtol=1e-4, atol=1e-7)
+    assert chosen.token.ne(chosen.runner_up).all()
+
+
+def test_a_shortlist_of_everything_is_the_whole_softmax():
+    rows, vocab, hidden = 4, 60, 32
+    logits, residual, weight = torch.randn(rows, vocab) * 3, torch.randn(rows, hidden), torch.randn(vocab, hidden)
+    for options in ({}, {"temperature": 2.0, "noise": noise_of(rows), "top_k": 9, "top_p": 0.8}):
+        whole = reveal_statistics(logits, residual=residual @ weight.T, **options)
+        short = shortlist_residual(shortlist(logits, vocab), residual, weight, **options)
+        for name in whole._fields:
+            torch.testing.assert_close(getattr(short, name), getattr(whole, name), rtol=1e-4, atol=1e-5)
+
+
+def test_a_shortlist_draws_with_the_noise_of_the_whole_vocabulary():
+    rows, noise = 6, noise_of(6)
+    logits = torch.randn(rows, 300)
+    short = shortlist(logits, 40)
+    found = shortlist_residual(short, torch.zeros(rows, 8), torch.zeros(300, 8), temperature=1.0, noise=noise)
+    scores = short.logits + gumbel_noise(noise, 300).gather(1, short.tokens)
+    assert torch.equal(found.token, short.tokens.gather(1, scores.argmax(1, keepdim=True))[:, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "out"), [(72, 40), (128, 128)])
+def test_mrp_input(dtype, hidden, out):
+    generator = torch.Generator().manual_seed(hidden)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    ids = torch.randint(30, (2, 5), generator=generator)
+    arguments = (ids, draw(2, 5, hidden) * 20, draw(30, hidden), draw(hidden), draw(hidden), draw(out, 2 * hidden) / 8)
+    tolerance = TOLERANCE[dtype] * hidden**0.5 / 2
+    torch.testing.assert_close(
+        mrp_input(*arguments).double(), reference.mrp_input(*arguments), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 16), (4, 2, 64), (2, 2, 128), (3, 1, 80)])
+def test_qk_norm_rope(dtype, heads, kv_heads, dim):
+    draw = lambda *shape: torch.randn(*shape).to(dtype)  # noqa: E731
+    for rope_batch in (1, 2):
+        arguments = (
+            draw(2, 7, heads, dim),
+            draw(2, 7, kv_heads, dim),
+            draw(dim),
+            draw(dim),
+            draw(rope_batch, 7, dim).clamp(-1, 1),
+            draw(rope_batch, 7, dim).clamp(-1, 1),
+        )
+        for found, expected in zip(qk_norm_rope(*arguments), reference.qk_norm_rope(*arguments), strict=True):
+            tolerance = 3 * TOLERANCE[dtype]
+            torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+def test_loss_value_and_gradient(chunk):
+    student, target, weight = torch.randn(9, 24, requires_grad=True), torch.randn(9, 24), torch.randn(1003, 24) / 3
+    weights = torch.arange(9.0)
+    found = residual_kl(student, target, weight, chunk=chunk)
+    (gradient,) = torch.autograd.grad((found * weights).sum(), student)
+    expected = reference.residual_kl(student, target, weight)
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), student)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=2e-5, atol=2e-5)
+
+
+def test_loss_gradient_by_finite_differences():
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    student, target, weight = draw(5, 8).requires_grad_(), draw(5, 8), draw(31, 8)
+    assert torch.autograd.gradcheck(lambda x: residual_kl(x, target, weight, chunk=2), (student,))
+
+
+def test_loss_at_the_full_vocabulary_and_without_a_gradient():
+    student, target, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(151936, 8)
+    expected = reference.residual_kl(student, target, weight)
+    # torch's float32 log_softmax adds 151,936 terms one after the other on CPU, which costs a digit.
+    torch.testing.assert_close(residual_kl(student, target, weight, chunk=2).double(), expected, rtol=1e-4, atol=1e-4)
+    assert residual_kl(target, target, weight).abs().max() < 1e-5
+    assert residual_kl(student[:0], target[:0], weight).shape == (0,)

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput, logging
 from .block_attention import attention_mask_for, check_attention_mask, layout_of_padded, may_see, row_positions
 from .configuration_mrp import MRPConfig, looks_misdeclared
 from .generation_mrp import MRPGenerationMixin
+from .residual_objective import training_loss
 
 logger = logging.get_logger(__name__)
 
@@ -214,7 +215,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
         kwargs.pop("use_cache", None), kwargs.pop("num_items_in_batch", None)
         block_length = block_length or self.config.block_size
         if labels is not None:
-            raise NotImplementedError("training")
+            # A function of the loss takes what is left, so that an unknown argument is a TypeError there too.
+            loss, metrics = training_loss(
+                self, input_ids, labels, block_length, attention_mask, position_ids, **kwargs
+            )
+            output = MRPOutput(loss=loss, metrics=metrics)
+            return output if return_dict is not False else output.to_tuple()
         if kwargs:
             raise TypeError(f"forward got unknown arguments {sorted(kwargs)}.")
         if attention_mask is None:

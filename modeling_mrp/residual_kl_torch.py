@@ -1,0 +1,1 @@
+../kernels/residual_kl_torch.py

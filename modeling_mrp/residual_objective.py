@@ -1,0 +1,387 @@
+"""The training objective: how well do the corrected logits match what the backbone says after the next reveals?
+
+    acc_0 = h(ids_0),   r_k = head(ids_k, acc_{k-1}),   acc_k = acc_{k-1} + s r_k
+    L_k   = sum over places still masked of w KL( softmax(W h(ids_k)) || softmax(W (sg(acc_{k-1}) + s r_k)) ) / N_k
+    L     = mean over k = 1..K
+
+(DESIGN section 1; arXiv 2605.18817.) A direct head (the MTP control) is fed its own last output and is compared by
+itself, softmax(W r_k). The accumulator that the head reads is not detached, so later steps train earlier ones.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .noising import (
+    CHOICE_STREAM,
+    SUPERVISE_STREAM,
+    BlockGrid,
+    Noise,
+    NoiseSource,
+    block_grid,
+    draw_noise,
+    highest,
+    place_scores,
+    reveal_counts,
+)
+from .residual_kl import residual_kl
+from .residual_kl_torch import ResidualKL, default_chunk
+from .training_metrics import pick_tokens, step_metrics
+from .training_passes import LAYOUTS, TrainingPasses
+
+REVEAL_RULES = ("ground_truth", "confident", "drafted", "recorded")
+_CHOICES = {
+    "layout": tuple(LAYOUTS),
+    "head_prefix": ("clean", "chained"),
+    "loss": ("forward_kl", "reverse_kl", "cross_entropy", "denoising"),
+    "noise_level": ("sample", "block", "recorded"),
+    "reveal_rule": REVEAL_RULES,
+    "weighting": ("uniform", "inverse_rate"),
+    "normalizer": ("weight", "answer_length"),
+}
+
+
+@dataclass(frozen=True)
+class TrainingObjective:
+    """What the head is trained on. The published recipe is `PUBLISHED_OBJECTIVE`.
+
+    Attributes:
+        steps: K, chained head steps per noisy copy.
+        layout: `"shared"`, `"packed"` (same numbers, plainly computed) or `"single"`; see `training_passes.py`.
+        head_prefix: what the head sees of earlier blocks: `"clean"` as in decoding, or `"chained"`.
+        loss: `"forward_kl"` KL(B || A + C), `"reverse_kl"` KL(A + C || B), `"cross_entropy"` against the true tokens,
+            or `"denoising"`: no head at all, the backbone's own masked cross-entropy (to fine-tune the backbone).
+        temperature: tau of both softmaxes; the KL is multiplied by tau^2.
+        noise_level: `"sample"`, `"block"` or `"recorded"`; see `noising.draw_noise`.
+        copies: noisy copies per clean sample.
+        reveal_rule: what each step reveals: `"ground_truth"`: the true tokens of random places; `"confident"`: what
+            the backbone would reveal itself; `"drafted"`: the same, but from step 2 on what the head's own corrected
+            logits would reveal, as in direct decoding; `"recorded"`: the next of the recorded trajectory.
+        reveals: lowest and highest number of places that a step reveals in a block, drawn uniformly.
+        supervise_revealed: weight of one just revealed place per block and step. Its teacher is the backbone with
+            that place masked and the others revealed: what remasking by corrected confidence needs.
+        weighting: `"uniform"` or `"inverse_rate"`, 1/t.
+        normalizer: `"weight"`: N_k = the sum of the weights, positive wherever anything is supervised;
+            `"answer_length"`: N_k = (number of labels) - (sum over revealed places of 1/t) as published, replaced by
+            the former where it is not positive.
+        step_weights: weights of L_1..L_K, default 1/K each.
+        gradient_checkpointing: recompute the head's activations in the backward pass.
+        chunk_tokens: tokens whose logits exist at a time; default: as fit 256 MiB.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int = 1
+    layout: str = "shared"
+    head_prefix: str = "clean"
+    loss: str = "forward_kl"
+    temperature: float = 1.0
+    noise_level: str = "block"
+    copies: int = 1
+    reveal_rule: str = "confident"
+    reveals: tuple[int, int] = (1, 1)
+    supervise_revealed: float = 0.0
+    weighting: str = "uniform"
+    normalizer: str = "weight"
+    step_weights: tuple[float, ...] | None = None
+    gradient_checkpointing: bool = False
+    chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}.")
+        low, high = self.reveals
+        checks = {
+            "steps": (self.steps >= 1, "at least 1"),
+            "copies": (self.copies >= 1, "at least 1"),
+            "temperature": (self.temperature > 0, "above 0"),
+            "reveals": (1 <= low <= high, "two numbers, 1 <= lowest <= highest"),
+            "supervise_revealed": (self.supervise_revealed >= 0, "0 or more"),
+            "step_weights": (
+                self.step_weights is None or len(self.step_weights) == self.steps, f"{self.steps} numbers or null"
+            ),
+            "chunk_tokens": (self.chunk_tokens is None or self.chunk_tokens >= 1, "at least 1, or null"),
+        }  # fmt: skip
+        for name, (holds, wanted) in checks.items():
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {wanted}.")
+        if self.reveal_rule == "recorded" and self.noise_level != "recorded":
+            raise ValueError("reveal_rule='recorded' continues a recorded state; set noise_level='recorded' too.")
+        if self.layout == "single" and self.noise_level != "sample":
+            raise ValueError(
+                f"layout='single' noises whole samples; noise_level={self.noise_level!r} leaves a block's "
+                "neighbours in states that decoding never meets. Use noise_level='sample'."
+            )
+
+    @classmethod
+    def of(cls, value: "TrainingObjective | dict[str, Any] | None") -> "TrainingObjective":
+        """An objective from a dict (as YAML gives it), or as it is; unknown names are an error."""
+        if value is None or isinstance(value, cls):
+            return value or cls()
+        if not isinstance(value, dict):  # an objective of another copy of this module (Hub remote code)
+            value = {field.name: getattr(value, field.name) for field in fields(cls)}
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(value) - set(known))
+        if unknown:
+            raise ValueError(f"objective: unknown {unknown}; allowed: {known}.")
+        value = {name: tuple(entry) if isinstance(entry, list) else entry for name, entry in value.items()}
+        return cls(**value)
+
+
+PUBLISHED_OBJECTIVE = TrainingObjective(
+    layout="packed", head_prefix="chained", noise_level="sample", reveal_rule="ground_truth",
+    weighting="inverse_rate", normalizer="answer_length",
+)  # fmt: skip
+
+
+def training_loss(
+    model: Any,
+    input_ids: Tensor,
+    labels: Tensor,
+    block_length: int,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    objective: TrainingObjective | dict[str, Any] | None = None,
+    sample_keys: Tensor | None = None,
+    reveal_order: Tensor | None = None,
+    noise_seed: int | None = None,
+    noise_draw: int = 0,
+    noise_mask: Tensor | None = None,
+    noise_rate: Tensor | None = None,
+    reveals: Tensor | None = None,
+    all_metrics: bool | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the metrics of one batch.
+
+    Args:
+        model: an `MRPForCausalLM`; its backbone is run in eval mode without gradients.
+        input_ids, labels, attention_mask, position_ids, sample_keys: see `noising.block_grid`.
+        block_length: positions per block.
+        objective: what to train on.
+        reveal_order: `[batch, tokens]` int64, see `noising.draw_noise`.
+        noise_seed, noise_draw: of `NoiseSource`; the seed is drawn from torch's global generator by default.
+        noise_mask, noise_rate: `[batch, tokens]` bool and float32: the first states, instead of drawn ones.
+        reveals: `[steps, batch, tokens]` bool: true tokens to reveal in each step, instead of the reveal rule.
+        all_metrics: also compute the metrics that cost another product with the LM head. Default: in eval mode.
+
+    Returns:
+        the scalar loss, and a dict of detached float32 scalars.
+    """
+    objective = TrainingObjective.of(objective)
+    if noise_seed is None:
+        noise_seed = int(torch.randint(2**62, ()))
+    source = NoiseSource(noise_seed, noise_draw)
+    whole = objective.layout == "single"
+    grid = block_grid(
+        input_ids, labels, block_length, attention_mask, position_ids, sample_keys, all_blocks=whole
+    )
+    if noise_mask is None:
+        noise = draw_noise(grid, source, objective.noise_level, objective.copies, reveal_order)
+    else:
+        rate = torch.ones_like(noise_mask, dtype=torch.float32) if noise_rate is None else noise_rate
+        noise = Noise((grid.take(noise_mask, False) & grid.supervised)[None], grid.take(rate, 1.0)[None])
+        objective = replace(objective, copies=1)
+    was_training = model.model.training
+    trains_backbone = objective.loss == "denoising"
+    model.model.train(was_training and trains_backbone)
+    try:
+        passes = LAYOUTS[objective.layout](
+            model, grid, objective.head_prefix, objective.gradient_checkpointing, trains_backbone
+        )
+        chain = _Chain(model, grid, passes, objective, source, noise, reveals, reveal_order)
+        if all_metrics is None:
+            all_metrics = not model.training
+        return chain.denoising() if trains_backbone else chain.run(all_metrics)
+    finally:
+        model.model.train(was_training)
+
+
+class _Chain:
+    """One noisy batch through K reveals."""
+
+    def __init__(
+        self,
+        model: Any,
+        grid: BlockGrid,
+        passes: TrainingPasses,
+        objective: TrainingObjective,
+        source: NoiseSource,
+        noise: Noise,
+        reveals: Tensor | None,
+        reveal_order: Tensor | None,
+    ):
+        self.model, self.grid, self.passes, self.objective = model, grid, passes, objective
+        self.source, self.noise, self.reveals, self.reveal_order = source, noise, reveals, reveal_order
+        self.truth = grid.take(grid.ids)
+        self.masked = noise.masked
+        self.ids = torch.where(noise.masked, model.config.mask_token_id, self.truth)
+        inverse = objective.weighting == "inverse_rate"
+        self.weight = 1 / noise.rate if inverse else torch.ones_like(noise.rate)
+        self.answer_length = grid.supervised.sum() * objective.copies
+
+    def denoising(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The backbone's masked cross-entropy on the first states."""
+        hidden = self.passes.backbone(self.ids)
+        chosen = self.masked
+        loss = self._cross_entropy(hidden[chosen], self.truth.expand_as(chosen)[chosen])
+        total = self._normalized((loss * self.weight[chosen]).sum(), self.weight[chosen].sum(), self._length(chosen))
+        return total + 0.0 * hidden.sum(), {"denoising": loss.detach().mean() if len(loss) else total.detach()}
+
+    def run(self, all_metrics: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """The head's loss over the K steps."""
+        objective = self.objective
+        sequential = self.reveals is None and objective.reveal_rule in ("confident", "drafted")
+        targets = None if sequential else self._targets_at_once()
+        first = self.passes.backbone(self.ids) if targets is None else targets[0][1]
+        # The states' first hidden state is a constant: `backbone` runs without gradients.
+        accumulated, before, total = first, first, first.new_zeros((), dtype=torch.float32)
+        picks_from = first
+        metrics: dict[str, Tensor] = {}
+        weights = objective.step_weights or (1 / objective.steps,) * objective.steps
+        for k in range(1, objective.steps + 1):
+            if targets is None:
+                fresh, tokens = self._choose(picks_from, k)
+                self._reveal(fresh, tokens)
+                target = self.passes.backbone(self.ids)
+            else:
+                fresh, target, self.ids, self.masked = targets[k]
+            residual, after = self.passes.head(self.ids, accumulated)
+            direct = self.model.config.head_prediction == "direct"
+            student = residual if direct else accumulated.detach() + self.model.config.residual_scale * residual
+            loss = self._step_loss(student, target, fresh, before)
+            total = total + weights[k - 1] * loss
+            chosen = self.masked
+            with torch.no_grad():
+                metrics[f"loss_{k}"] = loss.detach()
+                metrics[f"residual_norm_{k}"] = _mean(residual[chosen].float().norm(dim=-1))
+                if all_metrics:
+                    metrics.update(step_metrics(self.model, k, chosen, first, target, student))
+            picks_from = target if objective.reveal_rule == "confident" else after.detach()
+            accumulated, before = after, target
+        # Keeps every parameter in the graph on a rank that has nothing to supervise.
+        return total + 0.0 * accumulated.float().sum(), metrics
+
+    def _targets_at_once(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """(fresh, hidden, ids, masked) of the states 0..K, whose reveals do not depend on any logits: one pass."""
+        states = [(torch.zeros_like(self.masked), self.ids, self.masked)]
+        for k in range(1, self.objective.steps + 1):
+            fresh, tokens = self._choose(None, k)
+            self._reveal(fresh, tokens)
+            states.append((fresh, self.ids, self.masked))
+        hidden = self.passes.backbone(torch.cat([ids for _, ids, _ in states])).chunk(len(states))
+        return [(fresh, part, ids, masked) for (fresh, ids, masked), part in zip(states, hidden, strict=True)]
+
+    def _choose(self, hidden: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+        """Places `[copies, batch, blocks, block]` bool that step k reveals, and the tokens for all places."""
+        objective, copies = self.objective, self.masked.shape[0]
+        if self.reveals is not None:
+            return self.grid.take(self.reveals[k - 1].bool(), False)[None] & self.masked, self.truth
+        count = reveal_counts(self.grid, self.source, objective.reveals, k, copies)
+        tokens = self.truth
+        if objective.reveal_rule == "recorded":
+            if self.reveal_order is None:
+                raise ValueError("reveal_rule='recorded' needs reveal_order; write it with mrp-train record.")
+            score = -self.grid.take(self.reveal_order).float().expand_as(self.masked)
+        elif objective.reveal_rule == "ground_truth":
+            score = place_scores(self.grid, self.source, CHOICE_STREAM, k, copies)
+        else:
+            assert hidden is not None
+            chosen = self.masked
+            token, log_odds = pick_tokens(self.model, hidden[chosen], objective.chunk_tokens)
+            score = torch.full(chosen.shape, -torch.inf, device=chosen.device).masked_scatter(chosen, log_odds)
+            tokens = self.truth.expand_as(chosen).masked_scatter(chosen, token)
+        return highest(score, self.masked, count), tokens
+
+    def _reveal(self, fresh: Tensor, tokens: Tensor) -> None:
+        self.ids = torch.where(fresh, tokens, self.ids)
+        self.masked = self.masked & ~fresh
+
+    def _step_loss(self, student: Tensor, target: Tensor, fresh: Tensor, before: Tensor) -> Tensor:
+        """L_k: over the places still masked, and over one revealed place per block where that is asked for."""
+        chosen, weight = self.masked, self.weight
+        if self.objective.supervise_revealed > 0:
+            watched, target = self._watch(fresh, target, before)
+            weight = torch.where(watched, self.objective.supervise_revealed * weight, weight)
+            chosen = chosen | watched
+        if self.objective.loss == "cross_entropy":
+            loss = self._cross_entropy(student[chosen], self.truth.expand_as(chosen)[chosen])
+        else:
+            loss = self._divergence(student[chosen], target[chosen])
+        kept = weight[chosen]
+        return self._normalized((loss * kept).sum(), kept.sum(), self._length(self.masked))
+
+    def _watch(self, fresh: Tensor, target: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """One revealed place per block, and targets that hold its teacher's hidden state there."""
+        if self.objective.reveals == (1, 1):
+            return fresh, torch.where(fresh[..., None], before, target)
+        copies = fresh.shape[0]
+        score = place_scores(self.grid, self.source, SUPERVISE_STREAM, 0, copies)
+        watched = highest(score, fresh, torch.ones_like(fresh[..., :1], dtype=torch.int64))
+        hidden = self.passes.backbone(torch.where(watched, self.model.config.mask_token_id, self.ids))
+        return watched, torch.where(watched[..., None], hidden, target)
+
+    def _divergence(self, student: Tensor, target: Tensor) -> Tensor:
+        """KL per place `[places]`, times tau^2. By linearity W (h / tau) are the logits over tau."""
+        tau = self.objective.temperature
+        if tau != 1:
+            student, target = student / tau, target / tau
+        weight, chunk = self.model.lm_head.weight, self.objective.chunk_tokens
+        if self.objective.loss == "forward_kl":
+            loss = residual_kl(student, target, weight, chunk=chunk, kernels=self.model.config.kernels)
+        else:
+            chunk = chunk or default_chunk(weight.shape[0])
+            loss = ResidualKL.apply(student, target.detach(), weight.detach(), chunk, reverse_kl_rows)
+        return loss * tau**2
+
+    def _cross_entropy(self, hidden: Tensor, token: Tensor) -> Tensor:
+        chunk = self.objective.chunk_tokens or default_chunk(self.model.config.vocab_size)
+
+        def part(h: Tensor, t: Tensor) -> Tensor:
+            return functional.cross_entropy(self.model.lm_head(h).float(), t, reduction="none")
+
+        parts = [
+            checkpoint(part, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(chunk), token.split(chunk), strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _length(self, masked: Tensor) -> Tensor:
+        """The published normaliser: number of labels - sum over revealed places of 1/t."""
+        gone = self.noise.masked & ~masked
+        return self.answer_length - (1 / self.noise.rate)[gone].sum()
+
+    def _normalized(self, total: Tensor, weight: Tensor, length: Tensor) -> Tensor:
+        """`total` over N_k of the global batch: DDP averages over ranks, so N_k is averaged over them too."""
+        sums = torch.stack([weight.detach().float(), length.float()])
+        if self.model.training and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)
+            sums = sums / torch.distributed.get_world_size()
+        weight_sum, length_sum = sums
+        if self.objective.normalizer == "answer_length":
+            normalizer = torch.where(length_sum > 0, length_sum, weight_sum)
+        else:
+            normalizer = weight_sum
+        return total / torch.where(normalizer > 0, normalizer, torch.ones_like(normalizer))
+
+
+def reverse_kl_rows(student: Tensor, target: Tensor) -> Tensor:
+    """KL(softmax(student) || softmax(target)) of each row `[rows]`; `student` becomes its gradient."""
+    work = torch.promote_types(student.dtype, torch.float32)
+    log_student = student.to(work).log_softmax(dim=1)
+    difference = log_student - target.to(work).log_softmax(dim=1)
+    probability = log_student.exp()
+    loss = torch.linalg.vecdot(probability, difference)
+    student.copy_(probability * (difference - loss[:, None]))
+    return loss
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.mean() if values.numel() else values.new_zeros(())

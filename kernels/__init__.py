@@ -1,15 +1,29 @@
 """Triton kernels of multi-token residual prediction, each beside the torch twin that specifies it."""
 
-from .kernel_dispatch import resolve_kernels
-from .mrp_input import mrp_input, qk_norm_rope
-from .packed_block_attention import packed_block_attention
-from .packed_block_attention_torch import visibility_bits
-from .philox_torch import NoiseKey, gumbel_noise
-from .residual_kl import residual_kl
-from .reveal_statistics import reveal_statistics
-from .reveal_statistics_torch import RevealStatistics
-from .shortlist_residual import shortlist, shortlist_residual
-from .shortlist_residual_torch import Shortlist
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+if __name__ == "kernels":
+    # A python started in the repository's root finds this folder where transformers asks for the PyPI library of that
+    # name. Ours is called mrp_kernels: the library takes this module's place, or, if there is none, it stays empty.
+    _root = Path(__file__).resolve().parents[1]
+    _library = PathFinder.find_spec("kernels", [entry for entry in sys.path if Path(entry).resolve() != _root])
+    if _library is not None and _library.loader is not None:
+        sys.modules["kernels"] = module_from_spec(_library)
+        _library.loader.exec_module(sys.modules["kernels"])
+else:
+    from .kernel_dispatch import resolve_kernels
+    from .mrp_input import mrp_input, qk_norm_rope
+    from .packed_block_attention import packed_block_attention
+    from .packed_block_attention_torch import visibility_bits
+    from .philox_torch import NoiseKey, gumbel_noise
+    from .residual_kl import residual_kl
+    from .reveal_statistics import reveal_statistics
+    from .reveal_statistics_torch import RevealStatistics
+    from .shortlist_residual import shortlist, shortlist_residual
+    from .shortlist_residual_torch import Shortlist
 
 __all__ = [
     "NoiseKey",

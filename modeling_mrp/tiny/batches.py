@@ -10,7 +10,7 @@ from ..block_attention import TokenLayout
 from .task import Problem
 
 BLOCK = 8
-SEQUENCE = 88
+SEQUENCE = 96
 ANSWER_BLOCKS = 7
 
 

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .words import ADJECTIVES, CONNECTORS, CONTAINERS, GAINS, LOSSES, NAMES, NOUNS
+from .words import ADJECTIVES, CONNECTORS, CONTAINERS, GAINS, LOSSES, MALE_NAMES, NAMES, NOUNS
 
 MAX_RESULT = 99
+_MALE = frozenset(MALE_NAMES)
 _ANSWER = re.compile(r"####\s*(-?\d+)")
 
 
@@ -99,7 +100,8 @@ def _product(rng: random.Random, a: int, b: int) -> str:
 
 
 def _story(rng: random.Random) -> _Story:
-    return _Story(rng, rng.choice(NAMES), rng.choice(["She", "He"]), rng.choice(NOUNS))
+    name = rng.choice(NAMES)
+    return _Story(rng, name, "He" if name in _MALE else "She", rng.choice(NOUNS))
 
 
 def _described(story: _Story) -> str:

@@ -39,7 +39,7 @@ Terry Theo Thomas Tim Tobias Todd Tom Tony Travis Trevor Troy Tyler Umar Victor 
 Will Xavier Yusuf Zach
 """)
 
-OBJECTS = _words("""
+NOUNS = _words("""
 acorns almonds anchors ankles apples apricots aprons arrows axes badges bagels balloons balls bananas bandages bangles
 banners barrels baseballs basins batteries beads beans bears beetles bells belts berries bibs bicycles birds biscuits
 blankets blocks blossoms blouses boats bolts bones bonnets books boots bottles bowls bows bracelets branches bricks
@@ -76,7 +76,7 @@ urns vases vests violets violins waffles wagons wallets walnuts watches watermel
 wreaths wrenches yachts yams yogurts zebras zippers
 """)
 
-MODIFIERS = _words("""
+ADJECTIVES = _words("""
 red blue green yellow orange purple pink white black brown gray silver golden crimson violet teal indigo scarlet ivory
 beige small large tiny big old new round square long short wooden plastic metal paper glass striped spotted plain shiny
 dull soft hard heavy light thick thin fancy cheap broken clean dusty fresh sweet sour cold warm dry wet
@@ -94,37 +94,29 @@ village classroom studio hotel cabin workshop theater stadium church hospital st
 farm factory warehouse gallery gym cafe pantry
 """)
 
-GAIN_VERBS = _words("""
+GAINS = _words("""
 buys finds gets wins collects receives picks earns borrows makes gathers adds takes obtains orders discovers grabs
 acquires inherits imports fetches catches unpacks steals rents
 """)
 
-LOSS_VERBS = _words("""
+LOSSES = _words("""
 loses sells uses drops breaks donates trades spends returns hides burns mails ships discards wastes forgets lends
 misplaces destroys recycles crushes drowns exports removes buries
 """)
-
-GROWTH = {"doubles": 2, "triples": 3, "quadruples": 4}
 
 CONNECTORS = _words("""
 So Then Now Next Thus Hence Therefore Again Also Here First Later After Finally Afterwards Consequently Accordingly
 Meanwhile Overall Altogether
 """)
 
-PRONOUNS = ("She", "He")
+NAMES = FEMALE_NAMES + MALE_NAMES
 
-SYSTEM_PROMPTS = (
-    "Solve the problem.",
-    "Work step by step.",
-    "Answer the question.",
-    "Work step by step and end with the answer.",
-)
+# The fixed wording of questions and solutions, as it stands in a sentence.
+_WORDING = _words("has have does doubles the number more of each and in all now many")
 
-# Words of the fixed wording, as they stand in a sentence: with their leading space where there is one.
-WORDING = [
-    *(
-        "How In The There Compute What has have had does do now more each many of and in the number all total is are "
-        "with left altogether step by end answer problem question them together"
-    ).split(),
-    "Solve", "Work", "Answer", "####",
-]  # fmt: skip
+
+def vocabulary_words() -> list[str]:
+    """Every word token, in the order of the ids; a word inside a sentence carries its leading space."""
+    opening = [*NAMES, *CONNECTORS, "She", "He", "How", "####"]
+    inside = [*NAMES, "She", "He", *NOUNS, *ADJECTIVES, *CONTAINERS, *GAINS, *LOSSES, *_WORDING, *"+-*="]
+    return list(dict.fromkeys([*opening, *(f" {word}" for word in inside)]))

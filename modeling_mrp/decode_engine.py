@@ -102,9 +102,7 @@ class DecodeEngine:
             if budget > 1:
                 trajectories, drafted = self._draft(budget)
         companion = bool((state.first_host >= 0).all(axis=1).any())
-        return self.planner.segments(
-            state.first, state.start, state.step, budget, companion, trajectories, drafted
-        )
+        return self.planner.segments(state.first, state.start, state.step, budget, companion, trajectories, drafted)
 
     def _budget(self) -> int:
         """Segments worth packing: never more than the rows' masked positions can give states for."""
@@ -146,7 +144,9 @@ class DecodeEngine:
             if d + 1 < passes:
                 reveal = self.policy.select(per_depth[-1].choice, ids == MASKED, state.step + d)
                 ids = torch.where(reveal, per_depth[-1].choice.token, ids)
-        choice = PositionStatistics(*(torch.stack(parts, 1) for parts in zip(*(s.choice for s in per_depth), strict=True)))
+        choice = PositionStatistics(
+            *(torch.stack(parts, 1) for parts in zip(*(s.choice for s in per_depth), strict=True))
+        )
         drafts = DraftStatistics(choice, torch.stack([s.runner_up for s in per_depth], dim=1))
         make = self.planner.chain if options.draft_shape == "chain" else self.planner.lattice
         return make(state.first, state.step, drafts, depth), drafted

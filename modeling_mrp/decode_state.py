@@ -114,8 +114,8 @@ class Counters:
         self.reveals_taken_back = torch.zeros_like(self.segments)
         self.drafts_proposed = torch.zeros(rows, depths, dtype=torch.int64, device=device)
         self.drafts_accepted = torch.zeros_like(self.drafts_proposed)
-        self.reveal_step = torch.full((rows, trace_length), -1, device=device) if trace_length else None
-        self.reveal_source = torch.full((rows, trace_length), -1, device=device) if trace_length else None
+        # step and source of every reveal, [2, rows, positions]
+        self.reveals = torch.full((2, rows, trace_length), -1, device=device) if trace_length else None
 
     @classmethod
     def for_batch(cls, rows: int, options: DecodingOptions, longest: int, device: torch.device) -> "Counters":
@@ -153,21 +153,21 @@ class Counters:
         self, state: DecodeState, finished: Tensor, committed: Tensor, first: Tensor, source: Tensor, fresh: Tensor
     ) -> None:
         """Records which tokens this forward revealed; `state` has its new prefix and still its old `first`."""
-        if self.reveal_step is None or self.reveal_source is None:
+        if self.reveals is None:
             return
         span = torch.arange(state.block, device=first.device)
         rows = torch.from_numpy(state.index).to(first.device)[:, None]
         before = state.start - state.block * committed
         now = torch.where(committed[:, None], finished, first)
-        revealed = (state.first == MASKED) & (now != MASKED)
-        self._record(rows, before[:, None] + span, revealed, source * ~committed[:, None])
-        self._record(rows, state.start[:, None] + span, (first != MASKED) & committed[:, None], source)
-
-    def _record(self, rows: Tensor, positions: Tensor, revealed: Tensor, source: Tensor) -> None:
-        assert self.reveal_step is not None and self.reveal_source is not None
-        step = torch.full_like(positions, self.total_forwards - 1)
-        for storage, value in ((self.reveal_step, step), (self.reveal_source, source)):
-            storage[rows, positions] = torch.where(revealed, value, storage[rows, positions])
+        parts = (
+            (before, (state.first == MASKED) & (now != MASKED), source * ~committed[:, None]),
+            (state.start, (first != MASKED) & committed[:, None], source),
+        )
+        for start, revealed, origin in parts:
+            positions = start[:, None] + span
+            step = torch.full_like(positions, self.total_forwards - 1)
+            old = self.reveals[:, rows, positions]
+            self.reveals[:, rows, positions] = torch.where(revealed, torch.stack([step, origin]), old)
 
 
 def select_segment(statistics: TokenStatistics, row: Tensor, at: Tensor) -> TokenStatistics:

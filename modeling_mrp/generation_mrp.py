@@ -26,6 +26,8 @@ class MRPGenerationMixin:
     """Overrides `generate`; mixed in before transformers' `GenerationMixin`."""
 
     generation_config_class = MRPGenerationConfig
+    generation_config: MRPGenerationConfig
+    config: Any
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Loads the generation config as usual and gives it its own, validated class."""
@@ -77,7 +79,7 @@ class MRPGenerationMixin:
         past_key_values = kwargs.pop("cache", None) or past_key_values
         input_ids, attention_mask = _take_inputs(inputs, kwargs)
         values = self._merge_arguments(generation_config, kwargs)
-        options = resolve_options(values, self.config)  # type: ignore[attr-defined]
+        options = resolve_options(values, self.config)
         if attention_mask is None:
             attention_mask = _infer_mask(input_ids, values)
         self._check_prompt(input_ids, attention_mask)
@@ -128,7 +130,7 @@ class MRPGenerationMixin:
             if kwargs.pop(name, None):
                 raise ValueError(f"{name} is not supported by block-diffusion decoding. Leave it out.")
         values: dict[str, Any] = {}
-        for config in (self.generation_config, given):  # type: ignore[attr-defined]
+        for config in (self.generation_config, given):
             if config is not None:
                 values.update({k: v for k, v in config.to_dict().items() if v is not None and not k.startswith("_")})
         if given is not None and given.max_length is not None and given.max_new_tokens is None:
@@ -139,7 +141,7 @@ class MRPGenerationMixin:
         return values
 
     def _check_prompt(self, input_ids: Tensor, attention_mask: Tensor) -> None:
-        config = self.config  # type: ignore[attr-defined]
+        config = self.config
         check_attention_mask(attention_mask, input_ids)
         real = input_ids[attention_mask.bool()]
         if bool(((real < 0) | (real >= config.vocab_size)).any()):
@@ -157,7 +159,8 @@ class MRPGenerationMixin:
 
     def _new_token_limits(self, prompts: list[Tensor], columns: int, values: dict[str, Any]) -> list[int]:
         """New tokens allowed per row, checked against the context before any work starts."""
-        context = self.config.max_position_embeddings  # type: ignore[attr-defined]
+        context = self.config.max_position_embeddings
+        asked: Any
         asked, max_length = values.get("max_new_tokens"), values.get("max_length")
         longest = max(len(prompt) for prompt in prompts)
         if asked is None and max_length is None:
@@ -254,8 +257,8 @@ def _describe(
         reveals_taken_back=counters.reveals_taken_back.cpu(),
         order="stable" if options.resolution > 0 else "published",
     )
-    if counters.reveal_step is not None and counters.reveal_source is not None:
-        for name, source in (("reveal_step", counters.reveal_step), ("reveal_source", counters.reveal_source)):
+    if counters.reveals is not None:
+        for name, source in zip(("reveal_step", "reveal_source"), counters.reveals, strict=True):
             trace = torch.full_like(sequences, -1)
             for index, row in enumerate(rows):
                 begin, count = len(row.prompt), len(row.tokens)

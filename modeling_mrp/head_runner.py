@@ -4,13 +4,21 @@ The head caches the committed prefix as in training: clean tokens with their cle
 not worth a call of its own: it waits, and rides along as the first segment of the next call.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .generation_config_mrp import DecodingOptions
 from .packed_forward import PackedStack, fill_masked
+
+
+class _Waiting(NamedTuple):
+    """Finished blocks not yet in the head's cache: rows `[rows]` bool, their ids and hidden states."""
+
+    rows: Tensor
+    ids: Tensor
+    hidden: Tensor
 
 
 class HeadRunner:
@@ -26,9 +34,7 @@ class HeadRunner:
         self.model, self.options = model, options
         self.stack = PackedStack(model, options.block_length, capacity) if options.context == "prefix" else None
         self.passes = 0
-        self.waiting: Tensor | None = None
-        self.waiting_ids: Tensor | None = None
-        self.waiting_hidden: Tensor | None = None
+        self.waiting: _Waiting | None = None
 
     def remember(
         self, finished: Tensor, ids: Tensor, hidden: Tensor, start: Tensor, longest: int, ragged: bool
@@ -42,22 +48,19 @@ class HeadRunner:
         """
         if self.stack is None:
             return
-        if self.waiting is not None and bool((self.waiting & finished).any()):
+        if self.waiting is not None and bool((self.waiting.rows & finished).any()):
             # The block before still waits, since no draft was worth a call in between.
-            assert self.waiting_ids is not None and self.waiting_hidden is not None
-            self.run(self.waiting_ids[:, None], self.waiting_hidden[:, None], start, longest, ragged)
-        if self.waiting is None or self.waiting_ids is None or self.waiting_hidden is None:
-            self.waiting, self.waiting_ids, self.waiting_hidden = finished, ids, hidden
-            return
-        self.waiting_ids = torch.where(finished[:, None], ids, self.waiting_ids)
-        self.waiting_hidden = torch.where(finished[:, None, None], hidden, self.waiting_hidden)
-        self.waiting = self.waiting | finished
+            self.run(self.waiting.ids[:, None], self.waiting.hidden[:, None], start, longest, ragged)
+        if self.waiting is not None:
+            ids = torch.where(finished[:, None], ids, self.waiting.ids)
+            hidden = torch.where(finished[:, None, None], hidden, self.waiting.hidden)
+            finished = self.waiting.rows | finished
+        self.waiting = _Waiting(finished, ids, hidden)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keeps only `rows` `[m]` of what waits; the engine orders the cache itself."""
-        if self.waiting is not None and self.waiting_ids is not None and self.waiting_hidden is not None:
-            self.waiting, self.waiting_ids = self.waiting[rows], self.waiting_ids[rows]
-            self.waiting_hidden = self.waiting_hidden[rows]
+        if self.waiting is not None:
+            self.waiting = _Waiting(*(part[rows] for part in self.waiting))
 
     def run(self, ids: Tensor, accumulated: Tensor, start: Tensor, longest: int, ragged: bool) -> Tensor:
         """One head step on several states per row.
@@ -82,7 +85,7 @@ class HeadRunner:
         eye = torch.eye(states, dtype=torch.bool, device=ids.device).expand(rows, states, states)
         prefix = start
         if self.waiting is not None:
-            ids, accumulated, starts, eye, prefix = self._beside_waiting(ids, accumulated, starts, start)
+            ids, accumulated, starts, eye, prefix = _beside(self.waiting, ids, accumulated, starts, start)
             longest, ragged = int(prefix.max()), bool((prefix != prefix[0]).any())
         filled = fill_masked(ids, self.options.mask_token_id).flatten(1)
         positions = self.stack.positions(starts)
@@ -90,24 +93,24 @@ class HeadRunner:
         _, after = self.model.head(filled, accumulated.flatten(1, 2), positions, **arguments)
         after = after.view(rows, -1, block, after.shape[-1])[:, -states:]
         if self.waiting is not None:
-            stored = self.waiting.nonzero()[:, 0]
+            stored = self.waiting.rows.nonzero()[:, 0]
             source = torch.full_like(stored, longest)
             self.stack.cache.commit(source, prefix[stored], stored, block)
-            self.waiting = self.waiting_ids = self.waiting_hidden = None
+            self.waiting = None
         return after
 
-    def _beside_waiting(
-        self, ids: Tensor, accumulated: Tensor, starts: Tensor, start: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Puts the waiting blocks in front of the states; rows in which none waits carry a dead segment there."""
-        assert self.waiting is not None and self.waiting_ids is not None and self.waiting_hidden is not None
-        prefix = start - self.waiting * ids.shape[2]
-        first = torch.where(self.waiting[:, None], self.waiting_ids, ids[:, 0])
-        ids = torch.cat([first[:, None], ids], dim=1)
-        hidden = torch.where(self.waiting[:, None, None], self.waiting_hidden, accumulated[:, 0])
-        accumulated = torch.cat([hidden[:, None], accumulated], dim=1)
-        starts = torch.cat([prefix[:, None], starts], dim=1)
-        count = ids.shape[1]
-        visible = torch.eye(count, dtype=torch.bool, device=ids.device).repeat(ids.shape[0], 1, 1)
-        visible[:, 1:, 0] = self.waiting[:, None]
-        return ids, accumulated, starts, visible, prefix
+
+def _beside(
+    waiting: _Waiting, ids: Tensor, accumulated: Tensor, starts: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Puts the waiting blocks in front of the states; rows in which none waits carry a dead segment there."""
+    prefix = start - waiting.rows * ids.shape[2]
+    first = torch.where(waiting.rows[:, None], waiting.ids, ids[:, 0])
+    ids = torch.cat([first[:, None], ids], dim=1)
+    hidden = torch.where(waiting.rows[:, None, None], waiting.hidden, accumulated[:, 0])
+    accumulated = torch.cat([hidden[:, None], accumulated], dim=1)
+    starts = torch.cat([prefix[:, None], starts], dim=1)
+    count = ids.shape[1]
+    visible = torch.eye(count, dtype=torch.bool, device=ids.device).repeat(ids.shape[0], 1, 1)
+    visible[:, 1:, 0] = waiting.rows[:, None]
+    return ids, accumulated, starts, visible, prefix

@@ -92,7 +92,13 @@ class MRPHead(nn.Module):
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
 
     def forward(
-        self, embeddings: Tensor, accumulated: Tensor, position_ids: Tensor, mask: Any, cache: Any = None, **kwargs: Any
+        self,
+        embeddings: Tensor,
+        accumulated: Tensor,
+        position_ids: Tensor,
+        mask: Any,
+        cache: Any = None,
+        **kwargs: Any,
     ) -> Tensor:
         """The correction r `[batch, tokens, hidden]`, in hidden space; its logits are C = W r.
 
@@ -137,11 +143,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {
         "lm_head": "colwise_gather_output",
-        **{
-            f"mrp.{name}": plan
-            for name, plan in MRPConfig.base_model_tp_plan.items()
-            if name.startswith("layers.*.")
-        },
+        **{f"mrp.{name}": plan for name, plan in MRPConfig.base_model_tp_plan.items() if name.startswith("layers.*.")},
     }
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
@@ -250,9 +252,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; a checkpoint without a head gets a fresh one and says so, half a head is an error."""
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(key for key in info["missing_keys"] if key.startswith(_HEAD_PREFIX))
         parameters = [name for name, _ in model.named_parameters() if name.startswith(_HEAD_PREFIX)]
         if missing and len(missing) < len(parameters):

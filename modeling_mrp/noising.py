@@ -226,9 +226,7 @@ def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
     return (torch.zeros_like(order).scatter(-1, order, places) < count) & among
 
 
-def reveal_counts(
-    grid: BlockGrid, source: NoiseSource, bounds: tuple[int, int], step: int, copies: int
-) -> Tensor:
+def reveal_counts(grid: BlockGrid, source: NoiseSource, bounds: tuple[int, int], step: int, copies: int) -> Tensor:
     """`[copies, batch, blocks, 1]` int64: positions that step `step` reveals in each block, uniform in `bounds`."""
     low, high = bounds
     shape = (copies, *grid.columns.shape[:2], 1)

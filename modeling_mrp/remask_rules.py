@@ -17,7 +17,7 @@ HeadPass = Callable[[Tensor], Tensor]
 
 
 def keep_at_least_one(keep: Tensor, revealed: Tensor, score: Tensor) -> Tensor:
-    """`keep` restricted to `revealed`, with the best-scored reveal added where nothing was kept. All `[..., block]`."""
+    """`keep` within `revealed`, and the best-scored reveal where nothing was kept; all `[..., block]`."""
     keep = keep & revealed
     best = score.masked_fill(~revealed, -torch.inf).argmax(dim=-1, keepdim=True)
     fallback = torch.zeros_like(keep).scatter_(-1, best, True) & revealed

@@ -180,9 +180,7 @@ def training_loss(
         noise_seed = int(torch.randint(2**62, ()))
     source = NoiseSource(noise_seed, noise_draw)
     whole = objective.layout == "single"
-    grid = block_grid(
-        input_ids, labels, block_length, attention_mask, position_ids, sample_keys, all_blocks=whole
-    )
+    grid = block_grid(input_ids, labels, block_length, attention_mask, position_ids, sample_keys, all_blocks=whole)
     if noise_mask is None:
         noise = draw_noise(grid, source, objective.noise_level, objective.copies, reveal_order)
     else:

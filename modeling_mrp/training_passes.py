@@ -69,9 +69,7 @@ class TrainingPasses:
             grid.take(grid.block_index).view(batch, -1),
             torch.ones_like(self.positions, dtype=torch.bool),
         )
-        self.clean = TokenLayout(
-            grid.sample, grid.block_index, torch.zeros_like(grid.sample, dtype=torch.bool)
-        )
+        self.clean = TokenLayout(grid.sample, grid.block_index, torch.zeros_like(grid.sample, dtype=torch.bool))
         self._masks: dict[int, Any] = {}
 
     def backbone(self, ids: Tensor) -> Tensor:
@@ -165,9 +163,7 @@ class SharedPasses(TrainingPasses):
         self.clean_mask = self.model.attention_mask(may_see(self.clean, self.clean))
         recorder = _Recorder()
         with torch.set_grad_enabled(self.backbone_gradient):
-            self.clean_accumulated = self.model.backbone(
-                self.grid.ids, self.grid.position, self.clean_mask, recorder
-            )
+            self.clean_accumulated = self.model.backbone(self.grid.ids, self.grid.position, self.clean_mask, recorder)
         self.prefix = _Prefix(recorder.keys, recorder.values)
         self.head_keys: list[Tensor] | None = None
         self.head_values: list[Tensor] | None = None

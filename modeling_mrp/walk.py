@@ -1,4 +1,4 @@
-"""The walk: with a set of evaluated states, follow state -> T(output[state], state) while the next state is in the set.
+"""The walk: over a set of evaluated states, follow state -> T(output[state], state) while the next is in the set.
 
 That is verification. It works for chains and lattices, any policy, any temperature, and across block borders, and it
 is lossless whatever was drafted: every transition it takes is the policy's own, on the backbone's own output.

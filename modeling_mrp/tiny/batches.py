@@ -85,6 +85,8 @@ def make_batch(
             noisy_sample,
             torch.full_like(tokens, copy + 1),
         ))  # fmt: skip
-    ids, labels, all_positions, samples, copy_index = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    ids, labels, all_positions, samples, copy_index = (
+        torch.cat(columns, dim=1) for columns in zip(*parts, strict=True)
+    )
     layout = TokenLayout(samples, all_positions // BLOCK, copy_index > 0)
     return Batch(ids, labels, all_positions, layout, copy_index)

@@ -1,0 +1,120 @@
+"""The head alone: `mrp_head.safetensors` and `mrp_head.json`, to be put on a backbone that is named by fingerprint."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from ..modeling_mrp import MRPHead
+from .errors import TrainingError
+
+logger = logging.get_logger(__name__)
+
+WEIGHTS, CONFIG = "mrp_head.safetensors", "mrp_head.json"
+# What a head's shape and meaning depend on.
+_HEAD_FIELDS = ("num_nextn_predict_layers", "head_prediction", "residual_scale", "draft_calibration", "block_size")
+_SHAPE_FIELDS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "num_hidden_layers",
+)  # fmt: skip
+_SAMPLED_VALUES = 4096
+
+
+def save_head(model: Any, folder: str | Path, backbone: str | None = None) -> None:
+    """Writes the head of `model` to `folder`.
+
+    Args:
+        model: an `MRPForCausalLM`.
+        backbone: name of the backbone, for the reader.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.mrp.state_dict().items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    config = model.config
+    description = {
+        "backbone": backbone,
+        "fingerprint": backbone_fingerprint(model),
+        "head": {name: getattr(config, name) for name in _HEAD_FIELDS},
+        "shape": {name: getattr(config, name) for name in _SHAPE_FIELDS},
+    }
+    (folder / CONFIG).write_text(json.dumps(description, indent=1))
+
+
+def load_head(model: Any, folder: str | Path) -> None:
+    """Puts the head in `folder` (a local folder or a Hub id) on `model`.
+
+    Raises:
+        TrainingError: the files are missing or broken, or the head does not fit the backbone's shape.
+    """
+    weights_file, config_file = _files(folder)
+    description = json.loads(config_file.read_text())
+    config = model.config
+    for name, value in description["shape"].items():
+        if getattr(config, name) != value:
+            raise TrainingError(
+                f"{folder}: the head was trained on a backbone with {name}={value}, this one has "
+                f"{getattr(config, name)}; load it on {description['backbone'] or 'its own backbone'}."
+            )
+    if description["fingerprint"] != backbone_fingerprint(model):
+        logger.warning(
+            f"{folder}: this head was trained on other backbone weights ({description['backbone']}). Outputs of "
+            "lossless decoding stay right, but drafts may be poor; train it further with head.start=<folder>."
+        )
+    if description["head"]["block_size"] != config.block_size:
+        logger.warning(
+            f"{folder}: this head was trained with blocks of {description['head']['block_size']}, the backbone's "
+            f"config says {config.block_size}."
+        )
+    for name in ("num_nextn_predict_layers", "head_prediction", "residual_scale", "draft_calibration"):
+        setattr(config, name, description["head"][name])
+    old = next(model.mrp.parameters())
+    head = MRPHead(config)
+    try:
+        head.load_state_dict(load_file(weights_file))
+    except RuntimeError as error:
+        raise TrainingError(f"{weights_file} does not hold the head of {config_file.name}: {error}") from error
+    for layer in head.layers:
+        layer.self_attn.is_causal = False
+    model.mrp = head.to(old.device, old.dtype)
+
+
+def _files(folder: str | Path) -> tuple[Path, Path]:
+    local = Path(folder)
+    if local.is_dir():
+        files = (local / WEIGHTS, local / CONFIG)
+    else:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            files = tuple(Path(hf_hub_download(str(folder), name)) for name in (WEIGHTS, CONFIG))  # type: ignore[assignment]
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise TrainingError(f"{folder} is neither a folder nor a reachable Hub id of a head: {error}") from error
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise TrainingError(f"{folder} holds no {missing[0]}; give the output folder of mrp-train.")
+    return files
+
+
+@torch.no_grad()
+def backbone_fingerprint(model: Any) -> str:
+    """A hash of the backbone's weights: some thousand values of every tensor, rounded to bfloat16.
+
+    The rounding keeps the fingerprint equal for one checkpoint loaded in float32, bfloat16 or (nearly) float16.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.model.named_parameters()):
+        clean = name.replace("base_layer.", "")
+        if "lora_" in clean or parameter.device.type == "meta":
+            continue
+        flat = parameter.detach().flatten()
+        step = max(1, flat.numel() // _SAMPLED_VALUES)
+        values = flat[::step][:_SAMPLED_VALUES].to(torch.bfloat16).float().cpu()
+        digest.update(clean.encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,98 @@
+"""Trajectories: the backbone writes answers itself, and the order in which it reveals them is kept.
+
+A head that is trained on them meets exactly the states that decoding meets, and the states of all steps are known
+beforehand, so that their teacher passes fit into one batch.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from ..modeling_mrp import MRPForCausalLM
+from ..noising import IGNORED
+from .data import load_samples
+from .errors import TrainingError
+
+
+def record_trajectories(
+    model_path: str, data: str, output: Path, max_new_tokens: int, batch_size: int, limit: int | None = None
+) -> int:
+    """Writes one jsonl row per prompt: `input_ids`, `labels`, `reveal_order`; returns the number of rows.
+
+    Args:
+        model_path: backbone.
+        data: rows with `prompt`, or `messages` (all but a last assistant turn are the prompt).
+        output: file to write.
+        max_new_tokens: per row; rows that do not end by then are dropped.
+        batch_size: rows decoded together.
+        limit: use only so many rows.
+
+    Raises:
+        TrainingError: a row has no prompt.
+    """
+    model = MRPForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    samples = load_samples(data, "train", None, False)
+    if limit is not None:
+        samples = samples.select(range(min(limit, len(samples))))
+    prompts = [_prompt_ids(row, number, tokenizer) for number, row in enumerate(samples)]
+    # Rows of one batch should be of like length; the order of rows does not matter afterwards.
+    prompts.sort(key=len)
+    written = 0
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as file:
+        for begin in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
+            for row in decode_trajectories(model, prompts[begin : begin + batch_size], max_new_tokens):
+                file.write(json.dumps(row) + "\n")
+                written += 1
+    return written
+
+
+def decode_trajectories(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Iterator[dict[str, list[int]]]:
+    """The rows of one batch of prompts, each up to the end of the block that holds its end token."""
+    config = model.config
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros((len(prompts), longest), dtype=torch.int64, device=model.device)
+    mask = torch.zeros_like(ids)
+    for index, prompt in enumerate(prompts):
+        ids[index, longest - len(prompt) :] = torch.tensor(prompt, device=ids.device)
+        mask[index, longest - len(prompt) :] = 1
+    # Decoding must go on behind the end token, whose block is denoised as a whole. The mask token is never chosen.
+    output = model.generate(
+        ids, attention_mask=mask, max_new_tokens=max_new_tokens, mrp_mode="none", eos_token_id=config.mask_token_id,
+        return_dict_in_generate=True, output_trace=True,
+    )  # fmt: skip
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    for index, prompt in enumerate(prompts):
+        new = output.sequences[index, longest:].tolist()
+        end = next((place for place, token in enumerate(new) if token in ends), None)
+        if end is None:
+            continue
+        length = -(-(len(prompt) + end + 1) // config.block_size) * config.block_size - len(prompt)
+        if length > len(new):
+            continue
+        order = output.reveal_step[index, longest : longest + length].tolist()
+        yield {
+            "input_ids": prompt + new[:length],
+            "labels": [IGNORED] * len(prompt) + new[:length],
+            "reveal_order": [0] * len(prompt) + order,
+        }
+
+
+def _prompt_ids(row: dict[str, Any], number: int, tokenizer: Any) -> list[int]:
+    messages = row.get("messages")
+    if messages is None and row.get("prompt") is not None:
+        messages = [{"role": "user", "content": row["prompt"]}]
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise TrainingError(f"row {number} has the columns {sorted(row)}; allowed: prompt, or messages with a user turn.")
+    if tokenizer.chat_template:
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(rendered["input_ids"])
+    return list(tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"])

@@ -1,0 +1,155 @@
+"""One training run: configuration in, trained head out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from ..modeling_mrp import MRPForCausalLM
+from .config import TRAINER_DEFAULTS, RunConfig
+from .data import Collator, SampleEncoder, held_out, load_samples, prepare
+from .errors import TrainingError
+from .head_artifact import load_head, save_head
+from .initialization import fresh_head
+from .trainer import HeadTrainer, freeze_backbone
+
+logger = logging.get_logger(__name__)
+
+
+def train(config: RunConfig, resume: bool = False) -> dict[str, float]:
+    """Trains as configured and writes the result to `config.output`; returns the last metrics.
+
+    Args:
+        config: of the run.
+        resume: continue from the last checkpoint in `config.output`, if there is one.
+
+    Raises:
+        TrainingError: something about the configuration or the data is wrong.
+    """
+    arguments = training_arguments(config)
+    set_seed(arguments.seed)
+    model, tokenizer = build_model(config, arguments.seed)
+    train_rows, evaluation_rows = build_data(config, model, tokenizer, arguments)
+    pad = model.config.pad_token_id
+    trainer = HeadTrainer(
+        model=model,
+        args=arguments,
+        objective=config.objective,
+        train_dataset=train_rows,
+        eval_dataset=evaluation_rows,
+        data_collator=Collator(0 if pad is None else pad),
+        processing_class=tokenizer,
+    )
+    last = get_last_checkpoint(config.output) if resume and Path(config.output).is_dir() else None
+    result = trainer.train(resume_from_checkpoint=last)
+    metrics = dict(result.metrics)
+    if evaluation_rows is not None:
+        metrics.update(trainer.evaluate())
+    if trainer.is_world_process_zero():
+        save_result(config, trainer.accelerator.unwrap_model(trainer.model), tokenizer, metrics)
+    return metrics
+
+
+def training_arguments(config: RunConfig) -> TrainingArguments:
+    """The trainer's arguments: ours, under the user's."""
+    values = {**TRAINER_DEFAULTS, **config.trainer, "output_dir": config.output}
+    try:
+        return TrainingArguments(**values)
+    except (TypeError, ValueError) as error:
+        raise TrainingError(f"trainer: {error}") from error
+
+
+def build_model(config: RunConfig, seed: int) -> tuple[Any, Any]:
+    """Backbone with its head in the configured state, everything but the head frozen; and the tokenizer, if any."""
+    options = config.model
+    level = logging.get_verbosity()
+    if config.head.start == "fresh":
+        logging.set_verbosity_error()  # that the checkpoint has no trained head is expected here
+    model = load_backbone(config)
+    logging.set_verbosity(level)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.path, revision=options.revision)
+    except (OSError, ValueError):
+        tokenizer = None
+    if options.block_length is not None:
+        model.config.block_size = options.block_length
+    if options.adapter is not None:
+        from .adapters import load_backbone_adapter
+
+        model = load_backbone_adapter(model, options.adapter, options.merge_adapter)
+    start = config.head
+    if start.start == "fresh":
+        fresh_head(
+            model, start.layers, start.prediction, start.initialization, start.deviation, start.final_norm, seed
+        )
+    elif start.start != "checkpoint":
+        load_head(model, start.start)
+    freeze_backbone(model)
+    if start.lora_rank > 0:
+        from .adapters import add_head_adapter
+
+        model = add_head_adapter(model, start.lora_rank)
+    return model, tokenizer
+
+
+def load_backbone(config: RunConfig) -> MRPForCausalLM:
+    """The checkpoint, in the configured dtype, optionally with its backbone in 8 bit."""
+    options = config.model
+    arguments: dict[str, Any] = {
+        "dtype": getattr(torch, options.dtype),
+        "attn_implementation": options.attention,
+        "revision": options.revision or "main",
+    }
+    if options.quantize_backbone == "8bit":
+        from transformers import BitsAndBytesConfig
+
+        arguments["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=True, llm_int8_skip_modules=["mrp", "lm_head"]
+        )
+    try:
+        return MRPForCausalLM.from_pretrained(options.path, **arguments)
+    except OSError as error:
+        raise TrainingError(f"model.path={options.path!r} cannot be loaded: {error}") from error
+
+
+def build_data(config: RunConfig, model: Any, tokenizer: Any, arguments: TrainingArguments) -> tuple[Any, Any]:
+    """Training and evaluation sequences."""
+    data = config.data
+    pad = tokenizer.pad_token_id if tokenizer is not None else model.config.pad_token_id
+    encoder = SampleEncoder(tokenizer, data, model.config.block_size, pad)
+    raw = load_samples(data.train, data.train_split, data.subset, data.streaming)
+    held = None
+    if data.evaluation is not None:
+        held = load_samples(data.evaluation, data.evaluation_split, data.subset, False)
+    else:
+        raw, held = held_out(raw, data.evaluation_size, arguments.seed)
+    with arguments.main_process_first(desc="encoding the data"):
+        train_rows = prepare(raw, encoder, data.packing)
+        evaluation_rows = None if held is None else prepare(held, encoder, data.packing)
+    if not data.streaming and len(train_rows) == 0:
+        raise TrainingError("the training data is empty; give at least one row (data.too_long: skip may drop all).")
+    return train_rows, evaluation_rows
+
+
+def save_result(config: RunConfig, model: Any, tokenizer: Any, metrics: dict[str, float]) -> None:
+    """The head-only artefact, the whole model, or both, and the metrics."""
+    output = Path(config.output)
+    if config.head.lora_rank > 0:
+        model.save_pretrained(output)
+        model = model.merge_and_unload()
+    base = model
+    while not hasattr(base, "mrp"):
+        base = base.get_base_model()
+    if config.save in ("head", "both"):
+        save_head(base, output, config.model.path)
+    if config.save in ("model", "both") and config.model.adapter is None:
+        MRPForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+        base.config.register_for_auto_class()
+        base.save_pretrained(output)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(output)
+    (output / "training_metrics.json").write_text(json.dumps(metrics, indent=1))

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput, logging
 from .block_attention import attention_mask_for, check_attention_mask, layout_of_padded, may_see, row_positions
 from .configuration_mrp import MRPConfig, looks_misdeclared
 from .generation_mrp import MRPGenerationMixin
+from .head_artifact import load_head
 from .residual_objective import training_loss
 
 logger = logging.get_logger(__name__)
@@ -250,7 +251,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; a checkpoint without a head gets a fresh one and says so, half a head is an error."""
+        """As in transformers; a checkpoint without a head gets a fresh one and says so, half a head is an error.
+
+        `mrp_head` names a folder or Hub id with a head-only artefact of `mrp-train`, which is put on the backbone.
+        """
+        head = kwargs.pop("mrp_head", None)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(key for key in info["missing_keys"] if key.startswith(_HEAD_PREFIX))
@@ -261,7 +266,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
                 f"its weights are missing (first: {missing[0]}). Set num_nextn_predict_layers to the checkpoint's own "
                 "number of head layers, or convert the checkpoint again with mrp-convert."
             )
-        if missing:
+        if head is not None:
+            load_head(model, head)
+        elif missing:
             logger.warning(
                 f"{pretrained_model_name_or_path} has no MRP head: a fresh, untrained one of "
                 f"{model.config.num_nextn_predict_layers} layers was made. Decode with mrp_mode='none' or "

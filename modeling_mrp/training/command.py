@@ -42,7 +42,7 @@ def record(
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 32,
     limit: Annotated[int | None, typer.Option(help="Use only so many rows.")] = None,
 ) -> None:
-    """Let the backbone write the answers itself and note the order of its reveals, to train on its own trajectories."""
+    """Let the backbone write the answers itself and note the order of its reveals, to train on what decoding meets."""
     from .record import record_trajectories
 
     record_trajectories(model, data, output, max_new_tokens, batch_size, limit)

@@ -91,7 +91,7 @@ def _prompt_ids(row: dict[str, Any], number: int, tokenizer: Any) -> list[int]:
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise TrainingError(f"row {number} has the columns {sorted(row)}; allowed: prompt, or messages with a user turn.")
+        raise TrainingError(f"row {number} has the columns {sorted(row)}; allowed: prompt, or messages.")
     if tokenizer.chat_template:
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(rendered["input_ids"])

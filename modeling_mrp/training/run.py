@@ -9,11 +9,11 @@ from transformers import AutoTokenizer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from ..head_artifact import load_head, save_head
 from ..modeling_mrp import MRPForCausalLM
 from .config import TRAINER_DEFAULTS, RunConfig
 from .data import Collator, SampleEncoder, held_out, load_samples, prepare
 from .errors import TrainingError
-from .head_artifact import load_head, save_head
 from .initialization import fresh_head
 from .trainer import HeadTrainer, freeze_backbone
 
@@ -87,7 +87,10 @@ def build_model(config: RunConfig, seed: int) -> tuple[Any, Any]:
             model, start.layers, start.prediction, start.initialization, start.deviation, start.final_norm, seed
         )
     elif start.start != "checkpoint":
-        load_head(model, start.start)
+        try:
+            load_head(model, start.start)
+        except ValueError as error:
+            raise TrainingError(f"head.start: {error}") from error
     freeze_backbone(model)
     if start.lora_rank > 0:
         from .adapters import add_head_adapter

@@ -1,4 +1,4 @@
-"""The head alone: `mrp_head.safetensors` and `mrp_head.json`, to be put on a backbone that is named by fingerprint."""
+"""The head alone: `mrp_head.safetensors` and `mrp_head.json`, for a backbone that is known by its fingerprint."""
 
 import hashlib
 import json
@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
-
-from ..modeling_mrp import MRPHead
-from .errors import TrainingError
 
 logger = logging.get_logger(__name__)
 
@@ -49,14 +47,14 @@ def load_head(model: Any, folder: str | Path) -> None:
     """Puts the head in `folder` (a local folder or a Hub id) on `model`.
 
     Raises:
-        TrainingError: the files are missing or broken, or the head does not fit the backbone's shape.
+        ValueError: the files are missing or broken, or the head does not fit the backbone's shape.
     """
     weights_file, config_file = _files(folder)
     description = json.loads(config_file.read_text())
     config = model.config
     for name, value in description["shape"].items():
         if getattr(config, name) != value:
-            raise TrainingError(
+            raise ValueError(
                 f"{folder}: the head was trained on a backbone with {name}={value}, this one has "
                 f"{getattr(config, name)}; load it on {description['backbone'] or 'its own backbone'}."
             )
@@ -73,11 +71,11 @@ def load_head(model: Any, folder: str | Path) -> None:
     for name in ("num_nextn_predict_layers", "head_prediction", "residual_scale", "draft_calibration"):
         setattr(config, name, description["head"][name])
     old = next(model.mrp.parameters())
-    head = MRPHead(config)
+    head = type(model.mrp)(config)
     try:
         head.load_state_dict(load_file(weights_file))
-    except RuntimeError as error:
-        raise TrainingError(f"{weights_file} does not hold the head of {config_file.name}: {error}") from error
+    except (RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{weights_file} does not hold the head of {config_file.name}: {error}") from error
     for layer in head.layers:
         layer.self_attn.is_causal = False
     model.mrp = head.to(old.device, old.dtype)
@@ -94,10 +92,10 @@ def _files(folder: str | Path) -> tuple[Path, Path]:
         try:
             files = tuple(Path(hf_hub_download(str(folder), name)) for name in (WEIGHTS, CONFIG))  # type: ignore[assignment]
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise TrainingError(f"{folder} is neither a folder nor a reachable Hub id of a head: {error}") from error
+            raise ValueError(f"{folder} is neither a folder nor a reachable Hub id of a head: {error}") from error
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        raise TrainingError(f"{folder} holds no {missing[0]}; give the output folder of mrp-train.")
+        raise ValueError(f"{folder} holds no {missing[0]}; give the output folder of mrp-train.")
     return files
 
 

@@ -4,9 +4,9 @@ A case builds its tensors on any device; on `meta` nothing is allocated, which i
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import mrp_kernels as ops
+import mrp_kernels
 import torch
 from mrp_kernels import NoiseKey
 from torch import Tensor
@@ -35,18 +35,18 @@ MASK_TOKEN = 151669
 BLOCK = 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """One operation at one shape.
 
     Attributes:
         operation: its name in `mrp_kernels`.
         shape: what the tables print.
-        build: device -> the arguments of one call.
+        build: device -> the arguments of one call, positional and named.
         bytes_moved: bytes that any implementation must read and write, counted once.
-        operations: floating point operations of the matrix products, counted as 2 per multiply and add.
-        kernel: chooses the Triton path given the arguments; the torch twin is called the same way.
-        rivals: other implementations to time, by name, built on demand from the arguments.
+        operations: floating point operations of the matrix products, 2 for a multiply and add.
+        backward: whether the gradient belongs to the measurement.
+        headline: compared with slow-to-build rivals too (torch.compile, flex attention).
     """
 
     operation: str
@@ -54,9 +54,12 @@ class Case:
     build: Callable[[torch.device], tuple[tuple, dict]]
     bytes_moved: int
     operations: int = 0
-    call: Callable[..., object] = field(default=lambda: None)
-    rivals: dict[str, Callable[[tuple, dict], Callable[[], object]]] = field(default_factory=dict)
     backward: bool = False
+    headline: bool = False
+
+    def call(self, arguments: tuple, options: dict, kernels: str) -> object:
+        """Runs the operation's entry."""
+        return getattr(mrp_kernels, self.operation)(*arguments, kernels=kernels, **options)
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -94,7 +97,7 @@ def statistics_cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
             f"{rows} x {vocab}, {name}",
             build,
             bytes_moved=rows * vocab * dtype.itemsize * (2 if options.get("residual") else 1),
-            call=ops.reveal_statistics,
+            headline=rows == 64 and "residual" not in options,
         )
 
 
@@ -113,7 +116,7 @@ def attention_arguments(
     options = {
         **cache,
         "prefix_length": torch.full((batch,), prefix, device=device),
-        "visibility": ops.visibility_bits(chain),
+        "visibility": mrp_kernels.visibility_bits(chain),
         "block": BLOCK,
         "commit": torch.zeros(batch, device=device, dtype=torch.int64),
         "max_prefix_length": prefix,
@@ -121,7 +124,7 @@ def attention_arguments(
     return (query, key, value), options
 
 
-def attention_cases(rivals: Callable[[Model, int, int, int], dict] | None = None) -> Iterator[Case]:
+def attention_cases() -> Iterator[Case]:
     """One, four and sixteen segments, short and long prefixes, alone and batched."""
     for model in MODELS[:2]:  # 8B has the attention shape of 4B
         for batch, segments, prefix in ((1, 1, 4096), (1, 4, 512), (1, 4, 4096), (1, 16, 4096), (16, 4, 4096)):
@@ -137,8 +140,7 @@ def attention_cases(rivals: Callable[[Model, int, int, int], dict] | None = None
                 build,
                 bytes_moved=2 * batch * model.head_dim * (2 * model.kv_heads * keys + 2 * model.heads * tokens),
                 operations=4 * batch * model.heads * tokens * keys * model.head_dim,
-                call=ops.packed_block_attention,
-                rivals=rivals(model, batch, segments, prefix) if rivals else {},
+                headline=model.name == "4B" and (batch, segments, prefix) == (1, 4, 4096),
             )
 
 
@@ -154,14 +156,14 @@ def shortlist_cases() -> Iterator[Case]:
             {"mask_token_id": MASK_TOKEN},
         ),
         bytes_moved=rows * vocab * 2,
-        call=ops.shortlist,
+        headline=True,
     )
     for model in MODELS:
         for sampled in (False, True):
 
             def build(device: torch.device, model=model, sampled=sampled):
-                list_ = ops.Shortlist(
-                    torch.randint(vocab, (rows, size), device=device),
+                list_ = mrp_kernels.Shortlist(
+                    torch.randperm(vocab, device=device)[: rows * size].view(rows, size),
                     random(rows, size, device=device, dtype=torch.float32),
                     random(rows, device=device, dtype=torch.float32),
                     random(rows, device=device, dtype=torch.float32),
@@ -177,7 +179,7 @@ def shortlist_cases() -> Iterator[Case]:
                 build,
                 bytes_moved=rows * size * model.hidden * 2,
                 operations=2 * rows * size * model.hidden,
-                call=ops.shortlist_residual,
+                headline=model.name == "4B" and not sampled,
             )
 
 
@@ -204,7 +206,7 @@ def input_cases() -> Iterator[Case]:
                 build,
                 bytes_moved=2 * (2 * hidden * hidden + 3 * tokens * hidden),
                 operations=4 * tokens * hidden * hidden,
-                call=ops.mrp_input,
+                headline=model.name == "4B" and tokens == BLOCK,
             )
 
             def build_rope(device: torch.device, model=model, tokens=tokens):
@@ -223,7 +225,7 @@ def input_cases() -> Iterator[Case]:
                 f"{model.name}, {tokens} tokens",
                 build_rope,
                 bytes_moved=2 * tokens * dim * (2 * (model.heads + model.kv_heads) + 2),
-                call=ops.qk_norm_rope,
+                headline=model.name == "4B" and tokens == BLOCK,
             )
 
 
@@ -245,13 +247,13 @@ def loss_cases(tokens: int = 4096) -> Iterator[Case]:
             build,
             bytes_moved=2 * (3 * tokens * model.hidden + model.vocab * model.hidden),
             operations=6 * tokens * model.vocab * model.hidden,
-            call=ops.residual_kl,
             backward=True,
+            headline=True,
         )
 
 
 def all_cases() -> Iterator[Case]:
-    """Every case, without rivals."""
+    """Every case."""
     yield from statistics_cases()
     yield from attention_cases()
     yield from shortlist_cases()

@@ -1,5 +1,6 @@
 """A converted and an exported tiny model, made once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import hub_checkpoints as official
@@ -8,6 +9,17 @@ import torch
 
 from modeling_mrp.hub.convert import convert_checkpoint
 from modeling_mrp.hub.export import export_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These models are so small that a second thread only waits, and waits long where the cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

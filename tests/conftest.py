@@ -1,0 +1,30 @@
+"""What all tests share: no network, few threads, the repository's root on the path, the fixture folders."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers.utils import logging
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(__file__).resolve().parent / "data"
+# The benchmarks hold the random models and the fuzzer's cases, which the tests draw from too.
+sys.path.insert(0, str(ROOT))
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def golden_folder() -> Path:
+    return DATA / "golden"
+
+
+@pytest.fixture(scope="session")
+def study_folder() -> Path:
+    return DATA / "study"

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-WEIGHTS, CONFIG = "mrp_head.safetensors", "mrp_head.json"
+NAME = "mrp_head"
 # What a head's shape and meaning depend on.
 _HEAD_FIELDS = ("num_nextn_predict_layers", "head_prediction", "residual_scale", "draft_calibration", "block_size")
 _SHAPE_FIELDS = (
@@ -22,29 +22,41 @@ _SHAPE_FIELDS = (
 _SAMPLED_VALUES = 4096
 
 
-def save_head(model: Any, folder: str | Path, backbone: str | None = None) -> None:
-    """Writes the head of `model` to `folder`.
+def save_head(
+    model: Any,
+    folder: str | Path,
+    backbone: str | None = None,
+    *,
+    name: str = NAME,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes the head of `model` to `folder`, as `<name>.safetensors` and `<name>.json`.
 
     Args:
         model: an `MRPForCausalLM`.
         backbone: name of the backbone, for the reader.
+        dtype: of the file, default: as it is.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in model.mrp.state_dict().items()}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    weights = {key: value.detach().cpu().to(dtype or value.dtype) for key, value in model.mrp.state_dict().items()}
+    save_file(
+        {key: value.contiguous() for key, value in weights.items()},
+        folder / f"{name}.safetensors",
+        metadata={"format": "pt"},
+    )
     config = model.config
     description = {
         "backbone": backbone,
         "fingerprint": backbone_fingerprint(model),
-        "head": {name: getattr(config, name) for name in _HEAD_FIELDS},
-        "shape": {name: getattr(config, name) for name in _SHAPE_FIELDS},
+        "head": {key: getattr(config, key) for key in _HEAD_FIELDS},
+        "shape": {key: getattr(config, key) for key in _SHAPE_FIELDS},
     }
-    (folder / CONFIG).write_text(json.dumps(description, indent=1))
+    (folder / f"{name}.json").write_text(json.dumps(description, indent=1))
 
 
 def load_head(model: Any, folder: str | Path) -> None:
-    """Puts the head in `folder` (a local folder or a Hub id) on `model`.
+    """Puts a head on `model`: from a local folder, a Hub id, or a file `<name>.safetensors` beside `<name>.json`.
 
     Raises:
         ValueError: the files are missing or broken, or the head does not fit the backbone's shape.
@@ -81,22 +93,25 @@ def load_head(model: Any, folder: str | Path) -> None:
     model.mrp = head.to(old.device, old.dtype)
 
 
-def _files(folder: str | Path) -> tuple[Path, Path]:
-    local = Path(folder)
-    if local.is_dir():
-        files = (local / WEIGHTS, local / CONFIG)
+def _files(source: str | Path) -> tuple[Path, Path]:
+    local = Path(source)
+    if local.suffix == ".safetensors":
+        weights = local
+    elif local.is_dir():
+        weights = local / f"{NAME}.safetensors"
     else:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         try:
-            files = tuple(Path(hf_hub_download(str(folder), name)) for name in (WEIGHTS, CONFIG))  # type: ignore[assignment]
+            hf_hub_download(str(source), f"{NAME}.json")
+            weights = Path(hf_hub_download(str(source), f"{NAME}.safetensors"))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise ValueError(f"{folder} is neither a folder nor a reachable Hub id of a head: {error}") from error
-    missing = [file.name for file in files if not file.exists()]
-    if missing:
-        raise ValueError(f"{folder} holds no {missing[0]}; give the output folder of mrp-train.")
-    return files
+            raise ValueError(f"{source} is neither a folder nor a reachable Hub id of a head: {error}") from error
+    for file in (weights, weights.with_suffix(".json")):
+        if not file.exists():
+            raise ValueError(f"{file} does not exist; give the output folder of mrp-train, or a .safetensors in it.")
+    return weights, weights.with_suffix(".json")
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ class ModelConfig:
         quantize_backbone: `null` or `"8bit"` (needs bitsandbytes and a GPU); head and LM head stay as they are.
         adapter: folder or Hub id of a LoRA adapter to load onto the backbone, not merged.
         merge_adapter: merge it instead.
+        lora_rank: with `objective.loss: denoising`, train a LoRA adapter of this rank on it (0: its weights).
     """
 
     path: str = ""
@@ -36,6 +37,7 @@ class ModelConfig:
     quantize_backbone: str | None = None
     adapter: str | None = None
     merge_adapter: bool = False
+    lora_rank: int = 0
 
     def __post_init__(self) -> None:
         if not self.path:

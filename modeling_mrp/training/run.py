@@ -11,11 +11,12 @@ from transformers.utils import logging
 
 from ..head_artifact import load_head, save_head
 from ..modeling_mrp import MRPForCausalLM
+from .adapters import add_backbone_adapter, add_head_adapter, base_of, load_backbone_adapter
 from .config import TRAINER_DEFAULTS, RunConfig
 from .data import Collator, SampleEncoder, held_out, load_samples, prepare
 from .errors import TrainingError
 from .initialization import fresh_head
-from .trainer import HeadTrainer, freeze_backbone
+from .trainer import HeadTrainer, freeze_backbone, freeze_head
 
 logger = logging.get_logger(__name__)
 
@@ -57,6 +58,8 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, float]:
 def training_arguments(config: RunConfig) -> TrainingArguments:
     """The trainer's arguments: ours, under the user's."""
     values = {**TRAINER_DEFAULTS, **config.trainer, "output_dir": config.output}
+    # YAML reads a bare `no` as false.
+    values = {name: "no" if value is False and name.endswith("_strategy") else value for name, value in values.items()}
     try:
         return TrainingArguments(**values)
     except (TypeError, ValueError) as error:
@@ -77,10 +80,6 @@ def build_model(config: RunConfig, seed: int) -> tuple[Any, Any]:
         tokenizer = None
     if options.block_length is not None:
         model.config.block_size = options.block_length
-    if options.adapter is not None:
-        from .adapters import load_backbone_adapter
-
-        model = load_backbone_adapter(model, options.adapter, options.merge_adapter)
     start = config.head
     if start.start == "fresh":
         fresh_head(
@@ -91,12 +90,18 @@ def build_model(config: RunConfig, seed: int) -> tuple[Any, Any]:
             load_head(model, start.start)
         except ValueError as error:
             raise TrainingError(f"head.start: {error}") from error
-    freeze_backbone(model)
-    if start.lora_rank > 0:
-        from .adapters import add_head_adapter
+    return adapt(model, config), tokenizer
 
-        model = add_head_adapter(model, start.lora_rank)
-    return model, tokenizer
+
+def adapt(model: Any, config: RunConfig) -> Any:
+    """Adapters as configured, and gradients only for what trains: the head, or for denoising the backbone."""
+    if config.model.adapter is not None:
+        model = load_backbone_adapter(model, config.model.adapter, config.model.merge_adapter)
+    if config.objective.loss == "denoising":
+        freeze_head(model)
+        return add_backbone_adapter(model, config.model.lora_rank) if config.model.lora_rank else model
+    freeze_backbone(model)
+    return add_head_adapter(model, config.head.lora_rank) if config.head.lora_rank else model
 
 
 def load_backbone(config: RunConfig) -> MRPForCausalLM:
@@ -141,15 +146,16 @@ def build_data(config: RunConfig, model: Any, tokenizer: Any, arguments: Trainin
 def save_result(config: RunConfig, model: Any, tokenizer: Any, metrics: dict[str, float]) -> None:
     """The head-only artefact, the whole model, or both, and the metrics."""
     output = Path(config.output)
+    base = base_of(model)
+    backbone_adapted = config.model.lora_rank > 0 and config.objective.loss == "denoising"
+    if backbone_adapted or config.head.lora_rank > 0:
+        model.save_pretrained(output / "adapter")
     if config.head.lora_rank > 0:
-        model.save_pretrained(output)
-        model = model.merge_and_unload()
-    base = model
-    while not hasattr(base, "mrp"):
-        base = base.get_base_model()
-    if config.save in ("head", "both"):
+        base = model.merge_and_unload()
+    if config.save in ("head", "both") and config.objective.loss != "denoising":
         save_head(base, output, config.model.path)
-    if config.save in ("model", "both") and config.model.adapter is None:
+    whole = not backbone_adapted and (config.model.adapter is None or config.model.merge_adapter)
+    if config.save in ("model", "both") and whole:
         MRPForCausalLM.register_for_auto_class("AutoModelForCausalLM")
         base.config.register_for_auto_class()
         base.save_pretrained(output)

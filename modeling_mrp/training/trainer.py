@@ -12,9 +12,15 @@ HEAD_PREFIX = "mrp."
 
 
 def freeze_backbone(model: nn.Module) -> None:
-    """Leaves only the head's parameters (and those of adapters on it) trainable."""
+    """Leaves only the head's parameters trainable."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(f".{name}".find(f".{HEAD_PREFIX}") >= 0)
+        parameter.requires_grad_(f".{HEAD_PREFIX}" in f".{name}")
+
+
+def freeze_head(model: nn.Module) -> None:
+    """Leaves only the backbone's parameters trainable."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{HEAD_PREFIX}" not in f".{name}")
 
 
 class HeadTrainer(Trainer):

@@ -1,0 +1,181 @@
+"""The Trainer's own step, whole runs of the command, exact resume, and several processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from training_golden import CASES_BY_LAYOUT, HEAD, assert_gradients_match, inputs_of, load_case, model_of
+from training_models import sample, small_model
+from transformers import TrainingArguments
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.residual_objective import TrainingObjective
+from modeling_mrp.training.config import config_from, load_config
+from modeling_mrp.training.errors import TrainingError
+from modeling_mrp.training.run import train
+from modeling_mrp.training.trainer import HeadTrainer
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES_BY_LAYOUT)
+def test_golden_cases_through_the_trainers_step(name, layout, tmp_path):
+    case, tensors = load_case(name)
+    model, inputs = model_of(case), inputs_of(case, tensors, layout)
+    objective = TrainingObjective.of(inputs.pop("objective"))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, remove_unused_columns=False, report_to="none",
+        gradient_accumulation_steps=1,
+    )  # fmt: skip
+    trainer = HeadTrainer(model=model, args=arguments, objective=objective)
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.training_step(model, inputs)
+    assert abs(loss.item() - case["loss"]) <= case["tolerance"]["loss_rtol"] * abs(case["loss"])
+    found = {
+        HEAD + key.removeprefix("mrp."): parameter.grad
+        for key, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    assert_gradients_match(case, tensors, found)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with a small model and data of ready ids."""
+    folder = tmp_path_factory.mktemp("train")
+    small_model().save_pretrained(folder / "model")
+    # The last sample of every four has nothing to supervise but its last token.
+    rows = [sample(9 + n % 7, (3, 1, 5, 8)[n % 4], n) for n in range(24)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def configuration(workplace, output, **trainer):
+    return {
+        "output": str(output),
+        "model": {"path": str(workplace / "model")},
+        "head": {"layers": 1, "final_norm": 0.1},
+        "data": {"train": str(workplace / "rows.jsonl"), "packing": False, "max_length": 32},
+        "objective": {"steps": 2, "reveals": [1, 2]},
+        "trainer": {
+            "per_device_train_batch_size": 4, "max_steps": 6, "logging_steps": 3, "use_cpu": True,
+            "dataloader_pin_memory": False, "disable_tqdm": True, "save_steps": 3, **trainer,
+        },
+    }  # fmt: skip
+
+
+def head_of(folder):
+    return load_file(folder / "mrp_head.safetensors")
+
+
+def assert_same(one, other, atol=0.0):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert float((value - other[name]).abs().max()) <= atol, name
+
+
+@pytest.fixture(scope="module")
+def finished(workplace):
+    output = workplace / "whole"
+    train(config_from(configuration(workplace, output)))
+    return output
+
+
+def test_a_run_writes_a_folder_that_loads(finished, workplace):
+    model = MRPForCausalLM.from_pretrained(finished)
+    assert model.config.num_nextn_predict_layers == 1
+    start = load_file(workplace / "model" / "model.safetensors")
+    for name, value in model.model.state_dict().items():
+        assert torch.equal(value, start[f"model.{name}"]), f"the backbone moved: {name}"
+    logs = json.loads((finished / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    for name in ("loss_1", "loss_2", "kl_before_1", "kl_1", "kl_explained_1", "top1_1", "next_pick_1"):
+        assert name in logs[0]
+
+
+def test_resume_is_exact(finished, workplace):
+    resumed = workplace / "resumed"
+    resumed.mkdir()
+    shutil.copytree(finished / "checkpoint-3", resumed / "checkpoint-3")
+    train(config_from(configuration(workplace, resumed)), resume=True)
+    assert_same(head_of(finished), head_of(resumed))
+
+
+def test_accumulation_and_evaluation_run(workplace):
+    output = workplace / "accumulated"
+    values = configuration(
+        workplace, output, gradient_accumulation_steps=2, max_steps=2, eval_strategy="steps", eval_steps=1,
+        metric_for_best_model="eval_loss", load_best_model_at_end=True, save_steps=1,
+    )  # fmt: skip
+    values["data"]["evaluation_size"] = 4
+    metrics = train(config_from(values))
+    assert {"eval_loss", "eval_kl_1", "eval_kl_before_2"} <= metrics.keys()
+    again = train(config_from({**values, "output": str(output) + "2"}))
+    assert metrics["eval_loss"] == again["eval_loss"]
+
+
+def test_overrides_and_their_errors(workplace, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(configuration(workplace, tmp_path / "out")))
+    config = load_config(file, ["objective.steps=3", "objective.reveals=[2, 4]", "head.prediction=direct"])
+    assert (config.objective.steps, config.objective.reveals, config.head.prediction) == (3, (2, 4), "direct")
+    for override, message in {
+        "objective.stepz=3": "unknown objective.stepz; allowed: steps, layout",
+        "steps": "section.name=value",
+        "objective.steps=0": "steps=0",
+        "model.path=": "model.path is empty",
+        "save=half": "head, model, both",
+    }.items():
+        with pytest.raises(TrainingError, match=message):
+            load_config(file, [override])
+    with pytest.raises(TrainingError, match="per_device_batch"):
+        train(load_config(file, ["trainer.per_device_batch=3"]))
+    with pytest.raises(TrainingError, match="cannot be loaded"):
+        train(load_config(file, ["model.path=/nowhere/at/all"]))
+
+
+def command(*arguments, processes=1):
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=29631"]
+    start = launcher if processes > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, *start, "-m", "modeling_mrp.train", *map(str, arguments)]
+    return line, environment
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(workplace, tmp_path):
+    for processes, batch in ((1, 4), (2, 2)):
+        values = configuration(
+            workplace, tmp_path / str(processes), per_device_train_batch_size=batch, max_steps=5, ddp_backend="gloo"
+        )
+        file = tmp_path / f"{processes}.yaml"
+        file.write_text(yaml.safe_dump(values))
+        line, environment = command(file, processes=processes)
+        subprocess.run(line, env=environment, check=True, capture_output=True, timeout=300)
+    assert_same(head_of(tmp_path / "1"), head_of(tmp_path / "2"), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_kill_and_resume_repeats_the_uninterrupted_run(workplace, tmp_path):
+    values = configuration(workplace, tmp_path / "whole", max_steps=60, save_steps=5)
+    for name in ("whole", "killed"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**values, "output": str(tmp_path / name)}))
+    line, environment = command(tmp_path / "whole.yaml")
+    subprocess.run(line, env=environment, check=True, capture_output=True, timeout=300)
+    line, environment = command(tmp_path / "killed.yaml")
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 200
+    while not (tmp_path / "killed" / "checkpoint-10" / "trainer_state.json").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "mrp_head.safetensors").exists(), "the run ended before it was killed"
+    line, environment = command(tmp_path / "killed.yaml", "--resume")
+    subprocess.run(line, env=environment, check=True, capture_output=True, timeout=300)
+    assert_same(head_of(tmp_path / "whole"), head_of(tmp_path / "killed"))

@@ -15,15 +15,17 @@ from torch import Tensor
 from .advance import ADVANCES, KnownState
 from .decode_state import Counters, DecodeState, select_segment
 from .draft_budget import draft_budget
-from .draft_lattice import DraftCalibration, DraftStatistics, LatticePlanner
+from .draft_lattice import DraftCalibration, LatticePlanner
+from .drafters import Drafter
 from .end_conditions import EndConditions
 from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
+from .packed_attention import prefer_packed_attention
 from .packed_cache import PackedCache
 from .packed_forward import MASKED, PackedStack, Segments, fill_masked
 from .prefill import prefill
 from .prefix_handle import PrefixHandle
-from .reveal_policies import PositionStatistics, make_policy
+from .reveal_policies import make_policy
 from .token_statistics import BrokenLogitsError, DrawKey, TokenStatistics, token_statistics
 from .walk import walk_states
 
@@ -62,8 +64,9 @@ class DecodeEngine:
         capacity = -(-longest // block) * block + (max(budget, options.steps + 2) + 1) * block
         self.policy = make_policy(options)
         needs_head = options.mode in ("direct", "remask", "speculative") and options.drafter == "head"
+        prefer_packed_attention(model.config, options.kernels, self.device)
         if caches is None:
-            self.stack = PackedStack(model, block, capacity)
+            self.stack = PackedStack(model, block, capacity, options.kernels)
             self.runner = HeadRunner(model, options, capacity) if needs_head else None
         else:
             self.stack, self.runner = caches
@@ -72,6 +75,7 @@ class DecodeEngine:
         self.planner = LatticePlanner(
             self.policy, DraftCalibration.from_config(model.config.draft_calibration), block, self.device
         )
+        self.drafter = Drafter(model, options, self.policy, self.runner, seed)
         # The step is part of a state's identity only where something reads it.
         self.compare_steps = options.temperature > 0 or self.policy.uniform_count is None
         self.speculative = options.mode == "speculative"
@@ -118,38 +122,14 @@ class DecodeEngine:
 
     def _draft(self, budget: int) -> tuple[Tensor, Tensor]:
         """Trajectories `[rows, trajectories, depth, block]` from the certain states, and which rows have any."""
-        state, options = self.state, self.options
-        basis, drafted = state.basis, state.has_basis
-        assert basis is not None
-        masked = int((state.first_host < 0).sum(axis=1).max())
-        depth = min(masked, budget - 1)
-        passes = 0
-        if self.runner is not None:
-            passes = max(1, min(options.steps, depth) if options.draft_shape == "chain" else 1)
-        ids, accumulated, logits = state.first, basis.hidden[:, None], basis.logits
-        per_depth: list[TokenStatistics] = []
-        sampled = options.temperature > 0 or options.draft_shape == "chain"
-        for d in range(depth if sampled else 1):
-            if d < passes and self.runner is not None:
-                self.counters.head_passes[state.index] += 1
-                accumulated = self.runner.run(ids[:, None], accumulated, state.start, state.longest, state.ragged)
-                logits = self.model.lm_head(accumulated[:, 0])
-            if d > 0 and d >= passes and options.temperature == 0:
-                break
-            statistics = self._statistics(logits[:, None], state.start[:, None], (state.step + d)[:, None], True)
-            per_depth.append(TokenStatistics(
-                PositionStatistics(*(part[:, 0] for part in statistics.choice)),
-                statistics.runner_up[:, 0], statistics.runner_up_probability[:, 0], statistics.log_sum_exp[:, 0],
-            ))  # fmt: skip
-            if d + 1 < passes:
-                reveal = self.policy.select(per_depth[-1].choice, ids == MASKED, state.step + d)
-                ids = torch.where(reveal, per_depth[-1].choice.token, ids)
-        choice = PositionStatistics(
-            *(torch.stack(parts, 1) for parts in zip(*(s.choice for s in per_depth), strict=True))
-        )
-        drafts = DraftStatistics(choice, torch.stack([s.runner_up for s in per_depth], dim=1))
-        make = self.planner.chain if options.draft_shape == "chain" else self.planner.lattice
-        return make(state.first, state.step, drafts, depth), drafted
+        state = self.state
+        assert state.basis is not None
+        depth = min(int((state.first_host < 0).sum(axis=1).max()), budget - 1)
+        before = self.drafter.passes
+        drafts = self.drafter.predict(state.basis, state.first, state.step, depth)
+        self.counters.head_passes[state.index] += self.drafter.passes - before
+        make = self.planner.chain if self.options.draft_shape == "chain" else self.planner.lattice
+        return make(state.first, state.step, drafts, depth), state.has_basis
 
     def _forward(self, segments: Segments) -> tuple[Tensor, Tensor, TokenStatistics]:
         """Evaluates the segments: hidden `[rows, segments, block, hidden]`, logits, and their statistics."""
@@ -161,12 +141,9 @@ class DecodeEngine:
         hidden = hidden.view(rows, count, block, -1)
         logits = self.model.lm_head(hidden)
         self.counters.count_forward(state.index, segments.alive)
-        return hidden, logits, self._statistics(logits, segments.start, segments.step, False)
-
-    def _statistics(self, logits: Tensor, start: Tensor, step: Tensor, runner_up: bool) -> TokenStatistics:
-        positions = start[..., None] + torch.arange(logits.shape[2], device=logits.device)
-        key = DrawKey(self.seed, self.state.row_key[:, None, None], positions, step[..., None])
-        return token_statistics(logits, self.options, key, runner_up=runner_up, entropy=self.policy.uses_entropy)
+        positions = segments.start[..., None] + torch.arange(block, device=logits.device)
+        key = DrawKey(self.seed, state.row_key[:, None, None], positions, segments.step[..., None])
+        return hidden, logits, token_statistics(logits, self.options, key, entropy=self.policy.uses_entropy)
 
     def _settle(self, segments: Segments, hidden: Tensor, logits: Tensor, statistics: TokenStatistics) -> None:
         """Walks, commits, advances, and lets ended rows leave."""
@@ -192,7 +169,7 @@ class DecodeEngine:
             logits=logits[row, last],
             statistics=select_segment(statistics, row, last),
             row_key=state.row_key,
-            longest=0,
+            longest=0,  # set once finished blocks are committed
             ragged=False,
         )
         broken = ~torch.isfinite(known.statistics.log_sum_exp).all(dim=1)

@@ -96,6 +96,7 @@ MRP_FIELDS: dict[str, tuple] = {
     "drafter": _one_of(*DRAFTERS),
     "draft_shape": _one_of(*DRAFT_SHAPES),
     "draft_states": _states(),
+    "draft_shortlist": _integer(0, 256),
     "direct_tokens_per_step": _integer(1, 1024),
     "seed": _integer(0, 2**63 - 1),
     "row_seeds": (
@@ -121,6 +122,8 @@ _DEFAULTS: dict[str, Any] = {
     "output_trace": False,
 }
 _DEFAULT_STEPS = {"none": 0, "speculative": 3, "direct": 1, "remask": 1}
+# Below this the LM head is cheap beside the layers, and a shortlist would save nothing.
+_LARGE_VOCABULARY, _SHORTLIST = 16384, 64
 _DEFAULT_TOP_K = 50  # transformers' own default for sampling
 
 
@@ -144,6 +147,8 @@ class MRPGenerationConfig(GenerationConfig):
         mrp_context: what the head sees: `prefix` (as in training) or `block` (the public reference's speculation).
         drafter: `head`, or `zero` (the backbone's own logits; works without a trained head).
         draft_shape, draft_states: `lattice` (default) or `chain`; states verified per row and forward, or `auto`.
+        draft_shortlist: tokens per position for which a draft computes the head's correction; 0 = all. Default 64 over
+            large vocabularies.
         direct_tokens_per_step: positions that one head step reveals in `direct`.
         seed: of the sampling noise; default: drawn from torch's global generator. `row_seeds`: the row part of the
             noise's key (default 0, 1, 2, ...), so that a sampled row can be repeated alone.
@@ -198,6 +203,7 @@ class DecodingOptions:
     drafter: str
     draft_shape: str
     draft_states: int | str
+    draft_shortlist: int
     direct_tokens: int
     temperature: float
     top_k: int
@@ -286,6 +292,9 @@ def resolve_options(values: dict[str, Any], model_config: Any) -> DecodingOption
         drafter=get("drafter"),
         draft_shape=get("draft_shape"),
         draft_states=get("draft_states"),
+        draft_shortlist=asked.get(
+            "draft_shortlist", _SHORTLIST if model_config.vocab_size >= _LARGE_VOCABULARY else 0
+        ),
         direct_tokens=get("direct_tokens_per_step"),
         temperature=temperature,
         top_k=top_k,

@@ -165,7 +165,7 @@ class MRPGenerationMixin:
         longest = max(len(prompt) for prompt in prompts)
         if asked is None and max_length is None:
             return [min(_DEFAULT_NEW_TOKENS, context - len(prompt)) for prompt in prompts]
-        if asked is None:
+        if asked is None and max_length is not None:
             asked = int(max_length) - columns
             if asked < 1:
                 raise ValueError(

@@ -32,7 +32,9 @@ class HeadRunner:
 
     def __init__(self, model: Any, options: DecodingOptions, capacity: int):
         self.model, self.options = model, options
-        self.stack = PackedStack(model, options.block_length, capacity) if options.context == "prefix" else None
+        self.stack: PackedStack | None = None
+        if options.context == "prefix":
+            self.stack = PackedStack(model, options.block_length, capacity, options.kernels)
         self.passes = 0
         self.waiting: _Waiting | None = None
 

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput, logging
 
 from .block_attention import attention_mask_for, check_attention_mask, layout_of_padded, may_see, row_positions
 from .configuration_mrp import MRPConfig, looks_misdeclared
+from .fused_head_input import can_fuse_input, fused_input
 from .generation_mrp import MRPGenerationMixin
 from .head_artifact import load_head
 from .residual_objective import training_loss
@@ -109,7 +110,14 @@ class MRPHead(nn.Module):
             position_ids: `[batch, tokens]`.
             mask: as for `run_layers`.
         """
-        hidden = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(accumulated)], dim=-1))
+        return self.run(self.join(embeddings, accumulated), position_ids, mask, cache, **kwargs)
+
+    def join(self, embeddings: Tensor, accumulated: Tensor) -> Tensor:
+        """u = P [norm_e(embed(ids)); norm_h(acc)], `[batch, tokens, hidden]`."""
+        return self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(accumulated)], dim=-1))
+
+    def run(self, hidden: Tensor, position_ids: Tensor, mask: Any, cache: Any = None, **kwargs: Any) -> Tensor:
+        """r = norm(layers(u)) for a joined input u."""
         position_embeddings = self.rotary_emb(hidden, position_ids)
         return self.norm(run_layers(self.layers, hidden, position_embeddings, mask, cache, **kwargs))
 
@@ -177,7 +185,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
 
         For a direct head (`config.head_prediction == "direct"`) the new accumulator is the head's output itself.
         """
-        residual = self.mrp(self.model.embed_tokens(input_ids), accumulated, position_ids, mask, cache, **kwargs)
+        if can_fuse_input(self, accumulated.device):
+            joined = fused_input(self, input_ids, accumulated)
+            residual = self.mrp.run(joined, position_ids, mask, cache, **kwargs)
+        else:
+            residual = self.mrp(self.model.embed_tokens(input_ids), accumulated, position_ids, mask, cache, **kwargs)
         if self.config.head_prediction == "direct":
             return residual, residual
         return residual, accumulated + self.config.residual_scale * residual

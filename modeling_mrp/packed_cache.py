@@ -66,7 +66,8 @@ class PackedCache:
     def _grow(self, layer: int, key: Tensor, needed: int) -> None:
         old = self.keys.get(layer)
         self.capacity = max(self.capacity, needed if old is None else 2 * needed)
-        rows = max(self.rows, key.shape[0])
+        # The first forward of a call holds all of its rows; later ones only those still running.
+        rows = key.shape[0] if old is None else old.shape[0]
         shape = (rows, key.shape[1], self.capacity, key.shape[3])
         for storage, sample in ((self.keys, key), (self.values, key)):
             fresh = torch.zeros(shape, dtype=sample.dtype, device=sample.device)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .packed_attention import PACKED_ATTENTION
+from .packed_block_attention_torch import visibility_bits
 from .packed_cache import PackedCache
 
 MASKED = -1
@@ -49,9 +51,10 @@ class PackedLayout:
     Attributes:
         prefix_length: `[rows]` int64, committed positions of each row.
         scratch: offset of the segments in the cache.
-        visible: `[rows, segments, segments]` bool.
+        visible: `[rows, segments]` int64, bit j of entry i: segment i sees segment j.
         block: positions per segment.
         cache: the storage, `[rows, kv_heads, capacity, head_dim]` per layer.
+        kernels: `auto`, `torch` or `triton`.
     """
 
     prefix_length: Tensor
@@ -59,6 +62,7 @@ class PackedLayout:
     visible: Tensor
     block: int
     cache: PackedCache
+    kernels: str
 
 
 class PackedStack:
@@ -68,10 +72,11 @@ class PackedStack:
         model: an `MRPForCausalLM`.
         block: positions per segment.
         capacity: positions to allocate.
+        kernels: `auto`, `torch` or `triton`.
     """
 
-    def __init__(self, model: Any, block: int, capacity: int):
-        self.model, self.block = model, block
+    def __init__(self, model: Any, block: int, capacity: int, kernels: str = "auto"):
+        self.model, self.block, self.kernels = model, block, kernels
         self.cache = PackedCache(capacity)
 
     def arguments(self, segments_visible: Tensor, prefix_length: Tensor, longest: int, ragged: bool) -> dict[str, Any]:
@@ -85,8 +90,9 @@ class PackedStack:
         """
         rows, count, _ = segments_visible.shape
         self.cache.scratch, self.cache.rows = longest, rows
-        if self.model.config._attn_implementation == "mrp_packed":
-            layout = PackedLayout(prefix_length, longest, segments_visible, self.block, self.cache)
+        if self.model.config._attn_implementation == PACKED_ATTENTION:
+            bits = visibility_bits(segments_visible)
+            layout = PackedLayout(prefix_length, longest, bits, self.block, self.cache, self.kernels)
             return {"mask": None, "cache": self.cache, "packed_layout": layout}
         if count == 1 and not ragged:
             return {"mask": None, "cache": self.cache}

@@ -1,0 +1,1 @@
+"""Benchmarks; every figure comes with its hardware, versions, model, workload and command."""

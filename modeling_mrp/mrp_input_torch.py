@@ -1,0 +1,1 @@
+../kernels/mrp_input_torch.py

@@ -1,0 +1,1 @@
+../kernels/shortlist_residual_triton.py

@@ -228,6 +228,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
         if input_ids is None:
             raise ValueError("forward needs input_ids ([batch, tokens]); inputs_embeds are not supported.")
         kwargs.pop("use_cache", None), kwargs.pop("num_items_in_batch", None)
+        # PEFT passes its own signature on, with None where nothing was given.
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
         block_length = block_length or self.config.block_size
         if labels is not None:
             # A function of the loss takes what is left, so that an unknown argument is a TypeError there too.

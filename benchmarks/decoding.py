@@ -2,7 +2,7 @@
 
     python -m benchmarks.decoding [--count 200] [--model FOLDER]
 
-Writes `benchmarks/results/decoding.md`, `decoding.csv` and `decoding.png`. Every backbone forward counts, prefill apart,
+Writes `decoding.md`, `decoding.csv` and `decoding.png` into `benchmarks/results`. Every backbone forward counts, prefill apart,
 for all of them. Interrupted, it continues from `decoding.partial.json`.
 """
 

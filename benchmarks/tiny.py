@@ -5,6 +5,7 @@
 Writes `benchmarks/results/tiny.md`. The held-out seed is one that neither training nor any choice of settings used.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +24,8 @@ RULES = ("confidence", "veto", "cross")
 
 def direct_mtp_model(folder: Path) -> MRPForCausalLM:
     """The tiny backbone with the direct-MTP control head of the same size."""
-    from modeling_mrp.training.artefact import load_head
-
-    model = MRPForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return load_head(model, folder / "direct_head")
+    head = str(folder / "direct_head.safetensors")
+    return MRPForCausalLM.from_pretrained(folder, mrp_head=head, dtype=torch.float32).eval()
 
 
 def main(
@@ -127,7 +126,7 @@ def _remask_row(rows: dict[str, Measurement], tau: float) -> list[str]:
 def interpolate(rows: dict[str, Measurement], speed: float) -> float | None:
     """Accuracy of plain dynamic decoding at `speed` tokens per forward, linear between its measured thresholds."""
     points = sorted((rows[f"dynamic tau={t}"].tokens_per_forward, rows[f"dynamic tau={t}"].accuracy) for t in TAUS)
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= speed <= x1:
             return y0 + (y1 - y0) * (speed - x0) / max(x1 - x0, 1e-9)
     return None

@@ -173,6 +173,10 @@ class MRPGenerationConfig(GenerationConfig):
         generation_config._original_object_hash = hash(generation_config)
         return generation_config
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in transformers, without the fields that were not asked for."""
+        return {k: v for k, v in super().to_diff_dict().items() if v is not None or k not in MRP_FIELDS}
+
     def validate(self, *args: Any, **kwargs: Any) -> None:
         super().validate(*args, **kwargs)
         for name, (valid, allowed) in MRP_FIELDS.items():

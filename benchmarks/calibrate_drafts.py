@@ -144,8 +144,8 @@ def main(
         "",
         provenance(workload.path.name, f"{count} held-out problems, seed {SEED}, plain static decoding"),
         "",
-        "log-odds(backbone) = bias + slope l + exp(spread + spread_slope l) (z_0 + drift (z_1 + ... + z_d)); the drafted "
-        "token is replaced with probability sigmoid(-(flip + flip_slope l)).",
+        "log-odds(backbone) = bias + slope l + exp(spread + spread_slope l) (z_0 + drift (z_1 + ... + z_d)); the "
+        "drafted token is replaced with probability sigmoid(-(flip + flip_slope l)).",
         "",
         table(["drafter", *names], [[d, *(f"{getattr(c, n):.3f}" for n in names)] for d, c in fitted.items()]),
     ]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.decoding [--count 200] [--model FOLDER]
 
-Writes `decoding.md`, `decoding.csv` and `decoding.png` into `benchmarks/results`. Every backbone forward counts, prefill apart,
-for all of them. Interrupted, it continues from `decoding.partial.json`.
+Writes `decoding.md`, `decoding.csv` and `decoding.png` into `benchmarks/results`. Every backbone forward counts,
+prefill apart, for all of them. Interrupted, it continues from `decoding.partial.json`.
 """
 
 import csv

@@ -1,5 +1,7 @@
 """Properties of the objective: layouts agree, and neither padding nor packing nor a strange sample changes it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from training_models import BLOCK, MASK, assert_same_gradients, gradients, sample, small_model
@@ -133,7 +135,7 @@ def test_confident_reveals_are_the_backbones_own():
         model(**batch, objective={"steps": 2}, noise_seed=1)
     finally:
         training_passes.SharedPasses.backbone = original
-    for (before, hidden), (after, _) in zip(states, states[1:], strict=False):
+    for (before, hidden), (after, _) in pairwise(states):
         logits = model.lm_head(hidden)
         logits[..., MASK] = -torch.inf
         masked = before == MASK

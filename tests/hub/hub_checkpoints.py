@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 VOCAB, MASK, END_OF_TEXT, TURN_START, TURN_END = 272, 259, 256, 257, 258
 BLOCK = 4
+PRINTABLE = 94  # ids below: the bytes ! to ~
 DENSE = {
     "architectures": ["SDARMRPForCausalLM"],
     "auto_map": {
@@ -122,7 +123,11 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed:
         if len(shape) == 1:
             return (1 + 0.1 * noise).to(dtype)
         scale = 3.0 if name == "lm_head.weight" else 1.0
-        return (scale * noise / shape[-1] ** 0.5).to(dtype)
+        matrix = scale * noise / shape[-1] ** 0.5
+        if name == "lm_head.weight":
+            # Only printable ASCII is ever said: text can be compared, and answers run to their full length.
+            matrix[PRINTABLE:] = 0
+        return matrix.to(dtype)
 
     return {name: draw(name, shape) for name, shape in shapes.items()}
 

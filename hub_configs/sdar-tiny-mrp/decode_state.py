@@ -1,0 +1,1 @@
+../../modeling_mrp/decode_state.py

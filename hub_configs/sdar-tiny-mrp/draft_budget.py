@@ -1,0 +1,1 @@
+../../modeling_mrp/draft_budget.py

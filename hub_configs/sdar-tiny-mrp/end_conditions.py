@@ -1,0 +1,1 @@
+../../modeling_mrp/end_conditions.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/generation_config_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/modeling_mrp.py

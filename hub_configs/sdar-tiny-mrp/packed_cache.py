@@ -1,0 +1,1 @@
+../../modeling_mrp/packed_cache.py

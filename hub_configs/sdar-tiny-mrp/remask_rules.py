@@ -1,0 +1,1 @@
+../../modeling_mrp/remask_rules.py

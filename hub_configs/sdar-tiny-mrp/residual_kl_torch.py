@@ -1,0 +1,1 @@
+../../modeling_mrp/residual_kl_torch.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/residual_objective.py

@@ -14,7 +14,7 @@ from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
 from .packed_forward import MASKED
 from .remask_rules import keep_by_confidence, keep_by_cross, keep_by_veto
-from .reveal_policies import RevealPolicy, rank_of
+from .reveal_policies import PositionStatistics, RevealPolicy, rank_of
 from .token_statistics import DrawKey, TokenStatistics, token_statistics
 
 
@@ -40,6 +40,16 @@ class KnownState:
     row_key: Tensor
     longest: int
     ragged: bool
+
+    def keep(self, rows: Tensor, longest: int, ragged: bool) -> "KnownState":
+        """Only the rows `rows` `[m]`, whose prefixes are `longest` at most and `ragged` or not."""
+        choice = PositionStatistics(*(part[rows] for part in self.statistics.choice))
+        rest: Any = (part[rows] for part in self.statistics[1:])
+        tensors = {name: getattr(self, name)[rows] for name in _ROW_FIELDS}
+        return KnownState(**tensors, statistics=TokenStatistics(choice, *rest), longest=longest, ragged=ragged)
+
+
+_ROW_FIELDS = ("ids", "start", "step", "hidden", "logits", "row_key")
 
 
 @dataclass

@@ -94,8 +94,9 @@ class DecodeState:
         self.first_host = self.first_host[kept_host]
         self.row_key, self.first, self.start = self.row_key[kept], self.first[kept], self.start[kept]
         self.step, self.has_basis = self.step[kept], self.has_basis[kept]
-        if self.basis is not None:
-            self.basis.hidden, self.basis.logits = self.basis.hidden[kept], self.basis.logits[kept]
+        if self.basis is not None and kept_host:
+            # The next drafts are made from it, over the prefixes of the rows that are left.
+            self.basis = self.basis.keep(kept, self.longest, self.ragged)
 
 
 class Counters:

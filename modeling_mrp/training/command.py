@@ -48,6 +48,20 @@ def record(
     record_trajectories(model, data, output, max_new_tokens, batch_size, limit)
 
 
+@app.command("ablate")
+def ablate(
+    model: Annotated[Path, typer.Argument(help="Folder of the tiny model.")],
+    output: Annotated[Path, typer.Option(help="Folder for heads, results, table and plot; continues what is there.")],
+    steps: Annotated[int, typer.Option(help="Training steps per variant.")] = 200,
+    problems: Annotated[int, typer.Option(help="Held-out problems.")] = 200,
+    variant: Annotated[list[str] | None, typer.Option(help="Only this variant; may be repeated.")] = None,
+) -> None:
+    """Compare residual and direct heads, depths, K, reveal rules and initialisations on the tiny task."""
+    from ..tiny.ablation import ablate as run_ablation
+
+    run_ablation(model, output, steps, problems, variant)
+
+
 @app.command("options")
 def options() -> None:
     """Print every name of the configuration with its default and meaning."""

@@ -1,0 +1,1 @@
+"""Evaluation with the lm-evaluation-harness: model class `mrp`, launcher `mrp-eval`, likelihood, sweeps."""

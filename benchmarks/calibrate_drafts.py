@@ -1,29 +1,38 @@
-"""Fits the draft model of `modeling_mrp/draft_lattice.py` on decoding traces of a model.
+"""Calibrates the draft model of `modeling_mrp/draft_lattice.py` on decoding traces of a model.
 
-    python -m benchmarks.calibrate_drafts [--model FOLDER] [--count 60] [--write]
+    python -m benchmarks.calibrate_drafts [--model FOLDER] [--drafter head] [--write]
 
-For every denoising step of plain decoding: the drafter's statistics at the next state, and the backbone's own at that
-state and at the states behind it. `bias`, `slope` by least squares; `spread`, `spread_slope` and `drift` by maximum
-likelihood of the residuals, taken relative to their state's mean (an order does not feel a common shift); `flip` and
-`flip_slope` by logistic regression. `--write` puts them into the model's config.json.
+For every denoising step of plain decoding: the drafter's log-odds at the next state, and the backbone's own at that
+state and at the states behind it. Their differences, by level and depth, are kept as quantiles, and how often the token
+differs as a rate: nothing is assumed about their shape. `--write` puts them into the model's config.json.
 """
 
 import json
+import pprint
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.report import provenance, table, write
 from benchmarks.workload import MAX_NEW_TOKENS, TINY_MODEL, Workload
-from modeling_mrp.draft_lattice import DraftCalibration
 from modeling_mrp.generation_config_mrp import resolve_options
 from modeling_mrp.reference_decoding import MASKED, ReferenceDecoder
 
 SEED = 3
+DEFAULT = Path(__file__).resolve().parent.parent / "modeling_mrp" / "draft_calibration.py"
+_DEFAULT_HEADER = '''"""Calibration of the drafts on the tiny model, for models that bring none of their own.
+
+Written by `python -m benchmarks.calibrate_drafts --write-default`; see `DraftCalibration` in `draft_lattice.py`.
+"""
+
+'''
+LEVELS = (-1.0, 0.5, 2.0, 4.0, 6.0, 8.0, 10.0)
+QUANTILES = 17
+DEPTHS = 3
 
 
 class _Tracer(ReferenceDecoder):
@@ -80,81 +89,61 @@ def collect(workload: Workload, drafter: str) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
-def fit(traces: dict[str, Tensor]) -> DraftCalibration:
-    """Maximum likelihood, as the module says."""
-    drafted, actual = traces["drafted"].double(), traces["actual"].double()
-    design = torch.stack([torch.ones_like(drafted), drafted], dim=1)
-    bias, slope = torch.linalg.lstsq(design, actual[:, None]).solution[:, 0].tolist()
-    residual = actual - bias - slope * drafted
-    groups = torch.unique(traces["group"], return_inverse=True)[1]
-    sizes = torch.bincount(groups).double()
-    mean = torch.zeros_like(sizes).index_add_(0, groups, residual) / sizes
-    many = sizes[groups] >= 2
-    relative = ((residual - mean[groups]) * (sizes[groups] / (sizes[groups] - 1).clamp(min=1)).sqrt())[many]
-    level, depth = drafted[many], traces["depth"][many].double()
-    spread = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-
-    def likelihood(parameters: Tensor) -> Tensor:
-        log_scale = parameters[0] + parameters[1] * level + 0.5 * torch.log1p(parameters[2].exp() ** 2 * depth)
-        # Student's t with 4 degrees of freedom: a few wild positions must not widen all others.
-        return (log_scale + 2.5 * torch.log1p((relative / log_scale.exp()) ** 2 / 4)).mean()
-
-    _minimise(likelihood, spread)
-    flip = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    target = traces["flip"].double()
-
-    def flips(parameters: Tensor) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(-(parameters[0] + parameters[1] * drafted), target)
-
-    _minimise(flips, flip)
-    values = [bias, slope, *spread[:2].tolist(), float(spread[2].exp()), *flip.tolist()]
-    names = ("bias", "slope", "spread", "spread_slope", "drift", "flip", "flip_slope")
-    return DraftCalibration(**{name: round(value, 4) for name, value in zip(names, values, strict=True)})
-
-
-def _minimise(loss_of: object, parameters: Tensor) -> None:
-    optimizer = torch.optim.LBFGS([parameters], max_iter=200, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(parameters)  # type: ignore[operator]
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+def fit(traces: dict[str, Tensor], levels: tuple[float, ...] = LEVELS) -> dict[str, Any]:
+    """Quantiles of the residuals and rates of flips by depth and level, as `DraftCalibration` takes them."""
+    residual = traces["actual"] - traces["drafted"]
+    level = torch.bucketize(traces["drafted"], torch.tensor(levels))
+    probabilities = torch.linspace(0, 1, QUANTILES)
+    quantiles, flips = [], []
+    for depth in range(DEPTHS):
+        here = traces["depth"] >= depth if depth == DEPTHS - 1 else traces["depth"] == depth
+        quantiles.append([
+            [round(v, 3) for v in torch.quantile(residual[here & (level == b)], probabilities).tolist()]
+            for b in range(len(levels) + 1)
+        ])  # fmt: skip
+        flips.append([round(float(traces["flip"][here & (level == b)].mean()), 4) for b in range(len(levels) + 1)])
+    return {"levels": list(levels), "quantiles": quantiles, "flips": flips}
 
 
 def main(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = TINY_MODEL,
-    count: Annotated[int, typer.Option(min=1, help="Problems to trace.")] = 60,
+    count: Annotated[int, typer.Option(min=1, help="Problems to trace.")] = 100,
+    drafter: Annotated[str, typer.Option(help="head or zero.")] = "head",
     write_config: Annotated[
         bool, typer.Option("--write", help="Put the values into the model's config.json.")
     ] = False,
+    write_default: Annotated[bool, typer.Option(help="Make them the package's default.")] = False,
 ) -> None:
-    """Fits and reports; the head's calibration is the one that is written."""
+    """Fits and reports."""
     workload = Workload(model, count, SEED)
-    fitted = {}
-    for drafter in ("head", "zero"):
-        with torch.no_grad():
-            traces = collect(workload, drafter)
-        fitted[drafter] = fit(traces)
-    names = list(vars(fitted["head"]))
+    with torch.no_grad():
+        fitted = fit(collect(workload, drafter))
+    bins = [f"up to {level:g}" for level in LEVELS] + [f"above {LEVELS[-1]:g}"]
+    middle = QUANTILES // 2
+    rows = [
+        [depth, name, *(f"{values[i]:+.2f}" for i in (2, middle // 2, middle, -1 - middle // 2, -3)), f"{flip:.1%}"]
+        for depth in range(DEPTHS)
+        for name, values, flip in zip(bins, fitted["quantiles"][depth], fitted["flips"][depth], strict=True)
+    ]
     text = [
-        "# Calibration of the drafts",
+        f"# Calibration of the drafts ({drafter})",
         "",
         provenance(workload.path.name, f"{count} held-out problems, seed {SEED}, plain static decoding"),
         "",
-        "log-odds(backbone) = bias + slope l + exp(spread + spread_slope l) (z_0 + drift (z_1 + ... + z_d)); the "
-        "drafted token is replaced with probability sigmoid(-(flip + flip_slope l)).",
+        "Quantiles of (backbone's - drafted) log-odds, by reveals behind the drafted state and by drafted log-odds, "
+        "and how often the backbone chooses another token.",
         "",
-        table(["drafter", *names], [[d, *(f"{getattr(c, n):.3f}" for n in names)] for d, c in fitted.items()]),
+        table(["reveals on", "drafted log-odds", "12.5 %", "25 %", "50 %", "75 %", "87.5 %", "other token"], rows),
     ]
     write("calibration.md", "\n".join(text))
     if write_config:
         path = model / "config.json"
         config = json.loads(path.read_text())
-        config["draft_calibration"] = vars(fitted["head"])
+        config["draft_calibration"] = fitted
         path.write_text(json.dumps(config, indent=2) + "\n")
+    if write_default:
+        body = pprint.pformat(fitted, width=115, compact=True, sort_dicts=False)
+        DEFAULT.write_text(_DEFAULT_HEADER + f"TINY_CALIBRATION: dict = {body}\n")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ so trajectories that differ only in order share states. Whatever is drafted, the
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .draft_calibration import TINY_CALIBRATION
 from .packed_forward import MASKED, Segments
 from .reveal_policies import PositionStatistics, RevealPolicy
 
@@ -22,30 +22,36 @@ _TRAJECTORIES = 96
 _CHILD = 0x5851F42D4C957F2D  # turns the code of a finished state into the code of the state that rides along with it
 
 
-@dataclass(frozen=True)
 class DraftCalibration:
-    """How far the backbone's log-odds fall from the drafter's, fitted by maximum likelihood.
+    """How far the backbone's log-odds fall from the drafter's: quantiles of decoding traces, no formula.
 
-    log-odds(backbone) = bias + slope * l + exp(spread + spread_slope * l) * (z_0 + drift * (z_1 + ... + z_d)), with
-    l the drafted log-odds, z standard normal and d the depth; the drafted token is replaced by the runner-up with
-    probability sigmoid(-(flip + flip_slope * l)).
+    Args:
+        levels: `[bins - 1]` ascending, log-odds that part the drafted positions into bins.
+        quantiles: `[depths, bins, quantiles]`: of (backbone's - drafted) log-odds at evenly spaced probabilities, for
+            states 0, 1, ... reveals behind the drafted one (the last depth stands for all further ones).
+        flips: `[depths, bins]`: how often the backbone chooses another token than the drafted one.
     """
 
-    bias: float = 0.0
-    slope: float = 1.0
-    spread: float = 0.0
-    spread_slope: float = 0.0
-    drift: float = 0.3
-    flip: float = 0.5
-    flip_slope: float = 0.9
+    def __init__(self, levels: list[float], quantiles: list[list[list[float]]], flips: list[list[float]]):
+        self.levels, self.quantiles, self.flips = (torch.tensor(part) for part in (levels, quantiles, flips))
+        bins = len(levels) + 1
+        if self.quantiles.ndim != 3 or self.quantiles.shape[1] != bins or self.flips.shape != self.quantiles.shape[:2]:
+            raise ValueError(
+                f"draft_calibration: quantiles {list(self.quantiles.shape)} and flips {list(self.flips.shape)} do "
+                f"not fit {len(levels)} levels; allowed: [depths, {bins}, quantiles] and [depths, {bins}]. Write them with "
+                "benchmarks/calibrate_drafts.py --write."
+            )
 
     @classmethod
     def from_config(cls, values: dict[str, Any] | None) -> "DraftCalibration":
-        """The calibration that a model config holds; unknown names are an error."""
-        unknown = set(values or {}) - {field.name for field in fields(cls)}
-        if unknown:
-            raise ValueError(f"draft_calibration has unknown entries {sorted(unknown)}; allowed: {asdict(cls())}.")
-        return cls(**(values or {}))
+        """The calibration that a model config holds, or the one fitted on the tiny model."""
+        values = TINY_CALIBRATION if values is None else values
+        if set(values) != {"levels", "quantiles", "flips"}:
+            raise ValueError(
+                f"draft_calibration has entries {sorted(values)}; allowed: levels, quantiles, flips. Write them with "
+                "benchmarks/calibrate_drafts.py --write."
+            )
+        return cls(**values)
 
 
 class DraftStatistics:
@@ -75,15 +81,17 @@ class LatticePlanner:
     def __init__(self, policy: RevealPolicy, calibration: DraftCalibration, block: int, device: torch.device):
         self.policy, self.calibration, self.block = policy, calibration, block
         generator = torch.Generator().manual_seed(0)
-        shape = (block + 1, _TRAJECTORIES, block)
-        noise = torch.randn(shape, generator=generator)
-        noise[1:] = noise[:1] + calibration.drift * noise[1:].cumsum(dim=0)
-        # The first trajectory is the chain itself: without perturbation.
-        noise[:, 0] = 0.0
-        flips = torch.rand((_TRAJECTORIES, block), generator=generator)
-        flips[0] = 1.0
+        # Low-discrepancy draws: with so few trajectories their plain noise would show in the ranking.
+        uniform = torch.quasirandom.SobolEngine(2 * block, scramble=True, seed=0).draw(_TRAJECTORIES)
         multipliers = torch.randint(-(2**62), 2**62, (block,), generator=generator) * 2 + 1
-        self.noise, self.flips, self.multipliers = (part.to(device) for part in (noise, flips, multipliers))
+        table = calibration.quantiles
+        place = uniform[:, :block].clamp(0, 1 - 1e-6) * (table.shape[2] - 1)
+        self.below = place.long().to(device)
+        self.fraction = (place - place.floor()).to(device)
+        self.flips = uniform[:, block:].contiguous().to(device)
+        self.multipliers = multipliers.to(device)
+        self.levels, self.table = calibration.levels.to(device), table.to(device)
+        self.flip_rates = calibration.flips.to(device)
 
     def chain(self, first: Tensor, step: Tensor, drafts: DraftStatistics, depth: int) -> Tensor:
         """The most likely trajectory `[rows, 1, depth, block]` from the state `first` `[rows, block]`."""
@@ -94,27 +102,33 @@ class LatticePlanner:
         return self._simulate(first, step, drafts, depth, _TRAJECTORIES)
 
     def _simulate(self, first: Tensor, step: Tensor, drafts: DraftStatistics, depth: int, count: int) -> Tensor:
-        c = self.calibration
         rows, block = first.shape
         ids = first[:, None].expand(rows, count, block)
         steps = step[:, None].expand(rows, count)
         states = []
         for d in range(depth):
-            choice, runner_up = drafts.at(d)
-            mean = c.bias + c.slope * choice.log_odds
-            spread = (c.spread + c.spread_slope * choice.log_odds).exp()
-            flip = torch.sigmoid(-(c.flip + c.flip_slope * choice.log_odds))
-            flipped = self.flips[:count] < flip[:, None]
-            token = torch.where(flipped, runner_up[:, None], choice.token[:, None])
-            log_odds = mean[:, None] + spread[:, None] * self.noise[d, :count]
-            probability = torch.sigmoid(log_odds)
-            missed = ((1 - probability) / (1 - choice.probability[:, None]).clamp(min=1e-6)).clamp(max=10.0)
-            perturbed = PositionStatistics(token, probability, log_odds, choice.entropy[:, None] * missed)
-            masked = ids == MASKED
-            reveal = self.policy.select(perturbed, masked, steps + d)
-            ids = torch.where(reveal, token, ids)
+            perturbed = self._perturbed(drafts, d) if count > 1 else _unsqueezed(drafts.at(d)[0])
+            reveal = self.policy.select(perturbed, ids == MASKED, steps + d)
+            ids = torch.where(reveal, perturbed.token, ids)
             states.append(ids)
         return torch.stack(states, dim=2)
+
+    def _perturbed(self, drafts: DraftStatistics, depth: int) -> PositionStatistics:
+        """Statistics `[rows, trajectories, block]` as the backbone might give them, `depth` reveals on."""
+        choice, runner_up = drafts.at(depth)
+        group = min(depth, self.table.shape[0] - 1)
+        level = torch.bucketize(choice.log_odds, self.levels)
+        quantiles = self.table[group][level]
+        index = self.below.expand(level.shape[0], -1, -1)
+        spread = quantiles[:, None].expand(*index.shape, -1)
+        low = spread.gather(3, index[..., None])[..., 0]
+        high = spread.gather(3, index[..., None] + 1)[..., 0]
+        log_odds = choice.log_odds[:, None] + torch.lerp(low, high, self.fraction)
+        flipped = self.flips < self.flip_rates[group][level][:, None]
+        token = torch.where(flipped, runner_up[:, None], choice.token[:, None])
+        probability = torch.sigmoid(log_odds)
+        missed = ((1 - probability) / (1 - choice.probability[:, None]).clamp(min=1e-6)).clamp(max=10.0)
+        return PositionStatistics(token, probability, log_odds, choice.entropy[:, None] * missed)
 
     def segments(
         self,
@@ -213,3 +227,7 @@ class _Slots:
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         return iter((self.ids, self.depth, self.parent, self.alive))
+
+
+def _unsqueezed(statistics: PositionStatistics) -> PositionStatistics:
+    return PositionStatistics(*(part[:, None] for part in statistics))

@@ -5,6 +5,7 @@
 Every stage leaves a checkpoint in `OUT/work` and is skipped or continued when it is run again.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 from safetensors.torch import save_file
 
 from ..generation_config_mrp import MRPGenerationConfig
-from ..hub.remote_code import AUTO_MAP, copy_code
+from ..hub.remote_code import AUTO_MAP, code_files, copy_code
 from .backbone import STEPS, accuracy, tiny_config, train_backbone
 from .tokenizer import build_tokenizer
 
@@ -45,6 +46,19 @@ def build(
         copy_code(out)
     typer.echo(f"static accuracy on 300 held-out problems: {accuracy(model, 300):.1%}")
     train_heads(out, work, head)
+
+
+@app.command()
+def link(
+    folder: Annotated[Path, typer.Option(help="Model folder inside this repository.")] = Path(
+        "hub_configs/sdar-tiny-mrp"
+    ),
+) -> None:
+    """Makes the links from a model folder to the modelling code, so that there is one source of it."""
+    for file in code_files():
+        target = folder / file.name
+        target.unlink(missing_ok=True)
+        target.symlink_to(os.path.relpath(file, folder.resolve()))
 
 
 def write_backbone(model: torch.nn.Module, out: Path) -> None:

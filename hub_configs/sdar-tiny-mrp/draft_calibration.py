@@ -1,0 +1,1 @@
+../../modeling_mrp/draft_calibration.py

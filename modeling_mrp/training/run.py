@@ -1,6 +1,7 @@
 """One training run: configuration in, trained head out."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,33 @@ def training_arguments(config: RunConfig) -> TrainingArguments:
     values = {**TRAINER_DEFAULTS, **config.trainer, "output_dir": config.output}
     # YAML reads a bare `no` as false.
     values = {name: "no" if value is False and name.endswith("_strategy") else value for name, value in values.items()}
+    refuse_unsupported_parallelism(values, config.objective.steps)
     try:
         return TrainingArguments(**values)
     except (TypeError, ValueError) as error:
         raise TrainingError(f"trainer: {error}") from error
+
+
+def refuse_unsupported_parallelism(trainer: dict[str, Any], steps: int) -> None:
+    """Raises `TrainingError` where sharding would go wrong, silently or late."""
+    if trainer.get("fsdp") or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise TrainingError(
+            "FSDP is refused: it shards the LM head, whose weight the chunked loss reads, and the backbone's layers, "
+            "which run without gradients outside of FSDP's schedule. Only the head trains, so plain data parallel "
+            "(torchrun, without fsdp) costs one frozen copy of the backbone per GPU; halve it with "
+            "model.dtype: bfloat16 or quarter it with model.quantize_backbone: 8bit."
+        )
+    deepspeed = trainer.get("deepspeed")
+    if isinstance(deepspeed, str):
+        deepspeed = json.loads(Path(deepspeed).read_text())
+    stage = (deepspeed or {}).get("zero_optimization", {}).get("stage", 0)
+    if stage == 3 or (stage in (1, 2) and steps > 1):
+        raise TrainingError(
+            f"DeepSpeed ZeRO stage {stage} with objective.steps={steps} is refused: "
+            + ("it shards the LM head, whose weight the chunked loss reads." if stage == 3 else
+               "it reduces a gradient at each of the head's uses, and K >= 2 uses it K times in one backward pass.")
+            + " Allowed: stage 0, and stages 1 and 2 with objective.steps=1."
+        )  # fmt: skip
 
 
 def build_model(config: RunConfig, seed: int) -> tuple[Any, Any]:

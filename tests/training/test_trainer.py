@@ -20,7 +20,7 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.residual_objective import TrainingObjective
 from modeling_mrp.training.config import config_from, load_config
 from modeling_mrp.training.errors import TrainingError
-from modeling_mrp.training.run import train
+from modeling_mrp.training.run import refuse_unsupported_parallelism, train
 from modeling_mrp.training.trainer import HeadTrainer
 
 
@@ -138,6 +138,19 @@ def test_overrides_and_their_errors(workplace, tmp_path):
         train(load_config(file, ["trainer.per_device_batch=3"]))
     with pytest.raises(TrainingError, match="cannot be loaded"):
         train(load_config(file, ["model.path=/nowhere/at/all"]))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "steps", "message"),
+    [
+        ({"fsdp": "full_shard"}, 1, "FSDP is refused"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 2, "uses it K times"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, 1, "shards the LM head"),
+    ],
+)
+def test_sharding_is_refused_with_its_reason(trainer, steps, message):
+    with pytest.raises(TrainingError, match=message):
+        refuse_unsupported_parallelism(trainer, steps)
 
 
 def command(*arguments, processes=1):

@@ -1,6 +1,6 @@
 """`python -m modeling_mrp.train`, the same as the command `mrp-train`; also what torchrun and accelerate start."""
 
-from .training.command import main
+from .training.cli import main
 
 if __name__ == "__main__":
     main()

@@ -3,8 +3,8 @@
     python -m benchmarks.calibrate_drafts [--model FOLDER] [--drafter head] [--write]
 
 For every denoising step of plain decoding: the drafter's log-odds at the next state, and the backbone's own at that
-state and at the states behind it. Their differences, by level and depth, are kept as quantiles, and how often the token
-differs as a rate: nothing is assumed about their shape. `--write` puts them into the model's config.json.
+state and at the states behind it. Their differences, by level and depth, are kept as quantiles, and how often the
+token differs as a rate: nothing is assumed about their shape. `--write` puts them into the model's config.json.
 """
 
 import json

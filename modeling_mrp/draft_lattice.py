@@ -38,8 +38,8 @@ class DraftCalibration:
         if self.quantiles.ndim != 3 or self.quantiles.shape[1] != bins or self.flips.shape != self.quantiles.shape[:2]:
             raise ValueError(
                 f"draft_calibration: quantiles {list(self.quantiles.shape)} and flips {list(self.flips.shape)} do "
-                f"not fit {len(levels)} levels; allowed: [depths, {bins}, quantiles] and [depths, {bins}]. Write them with "
-                "benchmarks/calibrate_drafts.py --write."
+                f"not fit {len(levels)} levels; allowed: [depths, {bins}, quantiles] and [depths, {bins}]. Write them "
+                "with benchmarks/calibrate_drafts.py --write."
             )
 
     @classmethod
@@ -62,6 +62,10 @@ class DraftStatistics:
 
     def __init__(self, choice: PositionStatistics, runner_up: Tensor):
         self.choice, self.runner_up = choice, runner_up
+
+    @property
+    def depths(self) -> int:
+        return self.runner_up.shape[1]
 
     def at(self, depth: int) -> tuple[PositionStatistics, Tensor]:
         index = min(depth, self.runner_up.shape[1] - 1)
@@ -105,9 +109,14 @@ class LatticePlanner:
         rows, block = first.shape
         ids = first[:, None].expand(rows, count, block)
         steps = step[:, None].expand(rows, count)
-        states = []
+        states: list[Tensor] = []
+        # Deep states share their prediction and their calibration, so one perturbation serves them all.
+        known: dict[tuple[int, int], PositionStatistics] = {}
         for d in range(depth):
-            perturbed = self._perturbed(drafts, d) if count > 1 else _unsqueezed(drafts.at(d)[0])
+            key = (min(d, drafts.depths - 1), min(d, self.table.shape[0] - 1))
+            if key not in known:
+                known[key] = self._perturbed(drafts, d) if count > 1 else _unsqueezed(drafts.at(d)[0])
+            perturbed = known[key]
             reveal = self.policy.select(perturbed, ids == MASKED, steps + d)
             ids = torch.where(reveal, perturbed.token, ids)
             states.append(ids)

@@ -1,6 +1,9 @@
 """Triton kernels of `reveal_statistics`: one pass over the logits, split over the vocabulary, and a small combine.
 
-The first kernel reads each logit once and keeps eight numbers per (row, split); the second merges the splits of a row.
+The first kernel reads each logit once and keeps of each chunk the largest logit and the sums relative to it, nothing
+that costs more than a few instructions a logit: no indices, no exclusions. The second, one program a row, finds the
+chunk that the chosen token is in and reads that chunk again (from the L2 cache) for its index and for the sum without
+it; it does the same for the runner-up's chunk, and for the mask token's if that token would have won there.
 With top-k or top-p a search for the row's threshold goes before them (`reveal_threshold_triton.py`).
 """
 
@@ -18,17 +21,44 @@ try:  # transformers' check of remote code tolerates a missing package only in a
 except ImportError as error:
     raise ImportError('kernels="triton" needs the package triton.') from error
 
-# Fields of the partial results [fields, rows, splits]; tokens travel bit-cast, so one allocation holds all.
-FIELDS = 8
+LOG2_E = tl.constexpr(1.4426950408889634)
+NONE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def corrected_logits(logits, residual, residual_scale, offsets, inside, HAS_RESIDUAL: tl.constexpr):
-    """float32 `logits + residual_scale * residual`, -inf outside."""
-    x = tl.load(logits + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += residual_scale * tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+def _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr):
+    """float32 `logits + residual_scale * residual` at `index`, -inf beyond the vocabulary (`WHOLE`: none is)."""
+    if WHOLE:
+        x = tl.load(logits + index).to(tl.float32)
+        if HAS_RESIDUAL:
+            x += residual_scale * tl.load(residual + index).to(tl.float32)
+    else:
+        inside = index < vocab
+        x = tl.load(logits + index, mask=inside, other=-float("inf")).to(tl.float32)
+        if HAS_RESIDUAL:
+            x += residual_scale * tl.load(residual + index, mask=inside, other=0.0).to(tl.float32)
     return x
+
+
+@triton.jit
+def _scores(
+    x, index, start, row, threshold, seed, noise_row, noise_position, noise_step, seed_stride, inverse_temperature,
+    vocab, mask_token, HAS_THRESHOLD: tl.constexpr, SAMPLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the choice is the argmax of: the logits, or their tempered and perturbed values; -inf if not choosable."""
+    score = tl.where((index < vocab) & (index != mask_token), x, -float("inf"))
+    if SAMPLE:
+        if HAS_THRESHOLD:
+            score = tl.where(x >= tl.load(threshold + row), score, -float("inf"))
+        score = score * inverse_temperature + gumbel_block(
+            tl.load(seed + row * seed_stride),
+            tl.load(noise_row + row),
+            tl.load(noise_position + row),
+            tl.load(noise_step + row),
+            start,
+            BLOCK,
+        )
+    return score
 
 
 @triton.jit
@@ -53,58 +83,47 @@ def _partial_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     SAMPLE: tl.constexpr,
-    RUNNER_UP: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """`partial` `[fields, rows, splits]`: largest logit, sum of weights, best score, weighted sum, of each chunk."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     start = split * BLOCK
     index = start + tl.arange(0, BLOCK)
-    inside = index < vocab
-    x = corrected_logits(
-        logits + row * logits_stride, residual + row * residual_stride, residual_scale, index, inside, HAS_RESIDUAL
-    )
-    candidate = inside & (index != mask_token)
-    score = tl.where(candidate, x, -float("inf"))
-    if SAMPLE:
-        if HAS_THRESHOLD:
-            score = tl.where(x >= tl.load(threshold + row), score, -float("inf"))
-        score = score * inverse_temperature + gumbel_block(
-            tl.load(seed + row * seed_stride),
-            tl.load(noise_row + row),
-            tl.load(noise_position + row),
-            tl.load(noise_step + row),
-            start,
-            BLOCK,
-        )
-    best = tl.max(score, axis=0)
-    # A token of no row stands for "none here": the split holds nothing but the mask token, or a NaN.
-    token = tl.min(tl.where(candidate & (score == best), index, 0x7FFFFFFF), axis=0)
-    is_token = index == token
+    logits += row * logits_stride
+    residual += row * residual_stride
+    if start + BLOCK <= vocab:
+        x = _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL, True)
+    else:
+        x = _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL, False)
     largest = tl.max(x, axis=0)
     shifted = x - tl.where(largest == -float("inf"), 0.0, largest)
-    shifted = tl.where(shifted < -104.0, -104.0, shifted)
-    weight = tl.exp(shifted)
+    weight = tl.exp2(shifted * LOG2_E)
     output = partial + row * splits + split
     field = rows.to(tl.int64) * splits
     tl.store(output, largest)
-    tl.store(output + field, tl.sum(tl.where(is_token | (inside == 0), 0.0, weight), axis=0))
-    tl.store(output + 2 * field, best)
-    tl.store(output + 3 * field, tl.max(tl.where(is_token, x, -float("inf")), axis=0))
-    tl.store(output + 4 * field, token.to(tl.float32, bitcast=True))
+    tl.store(output + field, tl.sum(weight, axis=0))
+    if SAMPLE:
+        score = _scores(
+            x, index, start, row, threshold, seed, noise_row, noise_position, noise_step, seed_stride,
+            inverse_temperature, vocab, mask_token, HAS_THRESHOLD, SAMPLE, BLOCK,
+        )  # fmt: skip
+        tl.store(output + 2 * field, tl.max(score, axis=0))
     if ENTROPY:
-        tl.store(output + 5 * field, tl.sum(weight * shifted, axis=0))
-    if RUNNER_UP:
-        other = tl.where(candidate & (is_token == 0), x, -float("inf"))
-        second = tl.max(other, axis=0)
-        second_token = tl.min(tl.where(candidate & (is_token == 0) & (other == second), index, 0x7FFFFFFF), axis=0)
-        tl.store(output + 6 * field, second)
-        tl.store(output + 7 * field, second_token.to(tl.float32, bitcast=True))
+        # 0 * -inf would be NaN; a NaN is not lost here, it shows in the weight.
+        tl.store(output + 3 * field, tl.sum(weight * tl.maximum(shifted, -104.0), axis=0))
 
 
 @triton.jit
 def _combine_kernel(
+    logits,
+    residual,
+    threshold,
+    seed,
+    noise_row,
+    noise_position,
+    noise_step,
     partial,
     token_out,
     probability_out,
@@ -116,67 +135,106 @@ def _combine_kernel(
     rows,
     vocab,
     splits,
+    logits_stride,
+    residual_stride,
+    seed_stride,
+    residual_scale,
+    inverse_temperature,
+    mask_token,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    SAMPLE: tl.constexpr,
     RUNNER_UP: tl.constexpr,
     ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    low = -float("inf")
+    logits += row * logits_stride
+    residual += row * residual_stride
+    lane = tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS)
     inside = split < splits
     source = partial + row * splits + split
     field = rows.to(tl.int64) * splits
-    low = -float("inf")
     largest = tl.load(source, mask=inside, other=low)
-    others = tl.load(source + field, mask=inside, other=0.0)
-    score = tl.load(source + 2 * field, mask=inside, other=low)
-    value = tl.load(source + 3 * field, mask=inside, other=low)
-    token = tl.load(source + 4 * field, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-    token = tl.where(inside, token, 0x7FFFFFFF)
+    sums = tl.load(source + field, mask=inside, other=0.0)
+    # The best logit of each chunk that may be chosen: the largest, unless the mask token may be it.
+    best = largest
+    if mask_token >= 0:
+        at = mask_token // BLOCK
+        x_mask = tl.load(logits + mask_token).to(tl.float32)
+        if HAS_RESIDUAL:
+            x_mask += residual_scale * tl.load(residual + mask_token).to(tl.float32)
+        if x_mask >= tl.max(tl.where(split == at, largest, low), axis=0):
+            index = at * BLOCK + lane
+            x = _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL, False)
+            best = tl.where(split == at, tl.max(tl.where(index == mask_token, low, x), axis=0), best)
+    score = best
+    if SAMPLE:
+        score = tl.load(source + 2 * field, mask=inside, other=low)
+    top = tl.max(score, axis=0)
+    # With a NaN in the row no chunk may be best; any chunk will do then.
+    chunk = tl.min(tl.where(inside & (score == top), split, splits - 1), axis=0)
 
-    best = tl.max(score, axis=0)
-    winner = tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0)
-    is_winner = inside & (token == winner)
+    start = chunk * BLOCK
+    index = start + lane
+    x = _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL, False)
+    choice = _scores(
+        x, index, start, row, threshold, seed, noise_row, noise_position, noise_step, seed_stride,
+        inverse_temperature, vocab, mask_token, HAS_THRESHOLD, SAMPLE, BLOCK,
+    )  # fmt: skip
+    choosable = (index < vocab) & (index != mask_token)
+    token = tl.min(tl.where(choosable & (choice == tl.max(choice, axis=0)), index, NONE), axis=0)
+    is_token = index == token
+
     row_largest = tl.max(largest, axis=0)
     shift = tl.maximum(largest - row_largest, -104.0)
-    scale = tl.exp(shift)
-    weight = tl.exp(value - row_largest)
-    mass = tl.sum(scale * others + tl.where(is_winner, 0.0, weight), axis=0)
-    winner_value = tl.max(tl.where(is_winner, value, low), axis=0) - row_largest
-    winner_weight = tl.exp(winner_value)
-    total = winner_weight + mass
+    scale = tl.exp2(shift * LOG2_E)
+    shifted = x - row_largest
+    # The chosen token's own weight never enters this sum: 1 - p keeps its relative precision where p rounds to 1.
+    own = tl.sum(tl.where(is_token, 0.0, tl.exp2(shifted * LOG2_E)), axis=0)
+    others = tl.sum(tl.where(split == chunk, 0.0, scale * sums), axis=0) + own
+    value = tl.max(tl.where(is_token, shifted, low), axis=0)
+    weight = tl.exp2(value * LOG2_E)
+    total = weight + others
     log_total = tl.log(total)
-    tl.store(token_out + row, tl.minimum(winner, vocab - 1).to(tl.int64))
-    tl.store(probability_out + row, winner_weight / total)
-    floored = tl.where(mass < 1.1754943508222875e-38, 1.1754943508222875e-38, mass)
-    tl.store(log_odds_out + row, winner_value - tl.log(floored))
+    tl.store(token_out + row, tl.minimum(token, vocab - 1).to(tl.int64))
+    tl.store(probability_out + row, weight / total)
+    floored = tl.where(others < 1.1754943508222875e-38, 1.1754943508222875e-38, others)
+    tl.store(log_odds_out + row, value - tl.log(floored))
     tl.store(log_sum_exp_out + row, row_largest + log_total)
     if ENTROPY:
-        weighted = tl.load(source + 5 * field, mask=inside, other=0.0)
-        # sum of e^(x - M) (x - M) over a split, from its own largest value m to the row's M: the shift m - M is added.
-        chosen = tl.where(value > low, tl.exp(tl.maximum(value - largest, -104.0)), 0.0)
-        weighted = tl.sum(scale * (weighted + shift * (others + chosen)), axis=0)
+        # A chunk's sum of w (x - m), from its own largest logit m to the row's M: m - M is added to each x - m.
+        weighted = tl.load(source + 3 * field, mask=inside, other=0.0)
+        weighted = tl.sum(scale * (weighted + shift * sums), axis=0)
         tl.store(entropy_out + row, log_total - weighted / total)
     if RUNNER_UP:
-        second = tl.load(source + 6 * field, mask=inside, other=low)
-        second_token = tl.load(source + 7 * field, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-        second_token = tl.where(inside, second_token, 0x7FFFFFFF)
-        value = tl.where(is_winner, low, value)
-        token = tl.where(is_winner, 0x7FFFFFFF, token)
-        runner = tl.maximum(tl.max(second, axis=0), tl.max(value, axis=0))
-        runner_token = tl.minimum(
-            tl.min(tl.where(second == runner, second_token, 0x7FFFFFFF), axis=0),
-            tl.min(tl.where(value == runner, token, 0x7FFFFFFF), axis=0),
-        )
+        rest = tl.where(choosable & (is_token == 0), x, low)
+        runner = tl.max(rest, axis=0)
+        runner_token = tl.min(tl.where(choosable & (is_token == 0) & (rest == runner), index, NONE), axis=0)
+        elsewhere = tl.where(inside & (split != chunk), best, low)
+        other = tl.max(elsewhere, axis=0)
+        other_chunk = tl.min(tl.where(inside & (split != chunk) & (elsewhere == other), split, NONE), axis=0)
+        if (other > runner) | ((other == runner) & (other_chunk < chunk)):
+            index = other_chunk * BLOCK + lane
+            x = _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL, False)
+            rest = tl.where((index < vocab) & (index != mask_token), x, low)
+            runner = tl.max(rest, axis=0)
+            choosable = (index < vocab) & (index != mask_token)
+            runner_token = tl.min(tl.where(choosable & (rest == runner), index, NONE), axis=0)
         tl.store(runner_up_out + row, tl.minimum(runner_token, vocab - 1).to(tl.int64))
-        tl.store(runner_up_probability_out + row, tl.exp(runner - row_largest) / total)
+        tl.store(runner_up_probability_out + row, tl.exp2((runner - row_largest) * LOG2_E) / total)
 
 
-def block_size(vocab: int) -> tuple[int, int]:
-    """Logits per program and warps: 16 rows of 151,936 make 608 programs of 16 logits a thread.
+def block_size(vocab: int, sample: bool) -> tuple[int, int]:
+    """Logits per program and warps.
 
-    Twice as many a thread would take 180 registers, and one program would be all that a multiprocessor holds.
+    A reduction costs a thread the same whatever its share, so it gets 32 logits where registers allow; 16 rows of
+    151,936 still make 304 programs. Sampling needs the registers for its random words.
     """
-    block = min(4096, max(128, triton.next_power_of_2(vocab)))
+    block = min(4096 if sample else 8192, max(128, triton.next_power_of_2(vocab)))
     return block, max(1, min(8, block // 512))
 
 
@@ -199,7 +257,7 @@ def reveal_statistics_triton(
     logits = _rows_of(logits)
     residual = _rows_of(residual) if residual is not None else None
     sample = noise is not None and temperature > 0
-    block, warps = block_size(vocab)
+    block, warps = block_size(vocab, sample)
     splits = triton.cdiv(vocab, block)
     mask_token = -1 if mask_token_id is None else mask_token_id
     inverse_temperature = 1.0 / temperature if sample else 1.0
@@ -207,7 +265,7 @@ def reveal_statistics_triton(
     if sample and (0 < top_k < vocab or top_p < 1.0):
         threshold = reveal_threshold(logits, residual, residual_scale, mask_token, inverse_temperature, top_k, top_p)
     seed, seed_stride, noise_row, noise_position, noise_step = noise_arguments(noise if sample else None, logits)
-    partial = torch.empty(FIELDS, rows, splits, device=device, dtype=torch.float32)
+    partial = torch.empty(4, rows, splits, device=device, dtype=torch.float32)
     tokens = torch.empty(2, rows, device=device, dtype=torch.int64)
     measures = torch.empty(5, rows, device=device, dtype=torch.float32)
     if not runner_up:
@@ -218,7 +276,7 @@ def reveal_statistics_triton(
     outputs = RevealStatistics(tokens[0], measures[0], measures[1], measures[2], measures[3], tokens[1], measures[4])
     if rows == 0:
         return outputs
-    _partial_kernel[(rows, splits)](
+    inputs = (
         logits,
         residual if residual is not None else logits,
         threshold if threshold is not None else logits,
@@ -226,7 +284,8 @@ def reveal_statistics_triton(
         noise_row,
         noise_position,
         noise_step,
-        partial,
+    )
+    numbers = (
         rows,
         vocab,
         splits,
@@ -236,24 +295,19 @@ def reveal_statistics_triton(
         float(residual_scale),
         float(inverse_temperature),
         mask_token,
-        HAS_RESIDUAL=residual is not None,
-        HAS_THRESHOLD=threshold is not None,
-        SAMPLE=sample,
-        RUNNER_UP=runner_up,
-        ENTROPY=entropy,
-        BLOCK=block,
-        num_warps=warps,
     )
+    kinds = {"HAS_RESIDUAL": residual is not None, "HAS_THRESHOLD": threshold is not None, "SAMPLE": sample}
+    kinds.update(ENTROPY=entropy, BLOCK=block)
+    _partial_kernel[(rows, splits)](*inputs, partial, *numbers, **kinds, num_warps=warps)
     _combine_kernel[(rows,)](
+        *inputs,
         partial,
         *outputs,
-        rows,
-        vocab,
-        splits,
+        *numbers,
         RUNNER_UP=runner_up,
-        ENTROPY=entropy,
         SPLITS=triton.next_power_of_2(splits),
-        num_warps=1,
+        **kinds,
+        num_warps=warps,
     )
     return outputs
 

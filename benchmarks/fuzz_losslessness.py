@@ -254,12 +254,16 @@ def report(kinds: Counter, differences: list[dict[str, Any]], first: int, cases:
     real = [entry for entry in differences if entry["near_tie"] is None]
     ties = [entry for entry in differences if entry["near_tie"] is not None]
     workload = f"cases {first} to {first + cases - 1}; random dense and MoE models (hidden 32, 2 layers), float32"
-    lines = ["# Random cases: engine against the readable loop", "", provenance("random", workload), ""]
-    lines += [f"**{cases} cases, {len(real)} differences**, {len(ties)} near-ties of the baseline's own decisions.", ""]
+    lines = [
+        "# Random cases: engine against the readable loop", "", provenance("random", workload), "",
+        f"**{cases} cases, {len(real)} differences**, {len(ties)} near-ties of the baseline's own decisions.", "",
+    ]  # fmt: skip
     if differences:
         rows = [[e["seed"], e["run"], e["row"], e["place"], e["near_tie"] or "DIFFERENCE"] for e in real + ties]
-        lines += ["A near-tie: the readable loop itself gives the same tokens once its embeddings and logits are moved"]
-        lines += ["by the stated relative noise.", "", table(["case", "run", "row", "new token", "noise"], rows), ""]
+        lines += [
+            "A near-tie: the readable loop itself gives the same tokens once its embeddings and logits are moved by",
+            "the stated relative noise.", "", table(["case", "run", "row", "new token", "noise"], rows), "",
+        ]  # fmt: skip
     return "\n".join([*lines, table(["kind", "cases"], sorted(kinds.items()))])
 
 

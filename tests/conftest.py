@@ -16,7 +16,8 @@ DATA = Path(__file__).resolve().parent / "data"
 # The benchmarks hold the random models and the fuzzer's cases, which the tests draw from too.
 sys.path.insert(0, str(ROOT))
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# These models are so small that a second thread only waits.
+torch.set_num_threads(1)
 logging.disable_progress_bar()
 
 

@@ -160,7 +160,7 @@ class MRPGenerationConfig(GenerationConfig):
         for name in MRP_FIELDS:
             setattr(self, name, kwargs.pop(name, None))
         if not kwargs.get("_from_model_config"):
-            unknown = {k for k, v in kwargs.items() if v is not None and not k.startswith("_")} - _known_arguments()
+            unknown = {k for k, v in kwargs.items() if v is not None and not k.startswith("_")} - known_arguments()
             _reject_unknown(unknown)
         super().__init__(**kwargs)
 
@@ -235,7 +235,7 @@ def resolve_options(values: dict[str, Any], model_config: Any) -> DecodingOption
         ValueError: unknown, unsupported, out-of-range or contradictory arguments.
     """
     asked = {name: value for name, value in values.items() if value is not None and not name.startswith("_")}
-    _reject_unknown(set(asked) - _known_arguments())
+    _reject_unknown(set(asked) - known_arguments())
     for name, value in asked.items():
         if name in MRP_FIELDS:
             valid, allowed = MRP_FIELDS[name]
@@ -327,7 +327,8 @@ def _sampling(asked: dict[str, Any]) -> tuple[float, int, float]:
     return temperature, int(asked.get("top_k", _DEFAULT_TOP_K)), float(asked.get("top_p", 1.0))
 
 
-def _known_arguments() -> set[str]:
+def known_arguments() -> set[str]:
+    """Names of every generation argument, transformers' own included."""
     own = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     return own | set(MRP_FIELDS) | set(_NEUTRAL) | _HARMLESS
 
@@ -336,7 +337,7 @@ def _reject_unknown(unknown: set[str]) -> None:
     if not unknown:
         return
     name = sorted(unknown)[0]
-    close = difflib.get_close_matches(name, sorted(_known_arguments()), n=1)
+    close = difflib.get_close_matches(name, sorted(known_arguments()), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"unknown generation argument{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, sorted(unknown)))}.{hint} "

@@ -12,7 +12,7 @@ from .block_attention import check_attention_mask
 from .decode_engine import DecodeEngine
 from .decode_state import Counters
 from .end_conditions import EndConditions, RowText
-from .generation_config_mrp import DecodingOptions, MRPGenerationConfig, resolve_options
+from .generation_config_mrp import DecodingOptions, MRPGenerationConfig, known_arguments, resolve_options
 from .generation_output import MRPGenerateOutput
 from .prefix_handle import PrefixHandle
 
@@ -34,6 +34,8 @@ class MRPGenerationMixin:
         super().adjust_generation_fn(*args, **kwargs)  # type: ignore[misc]
         loaded = self.generation_config
         values = {k: v for k, v in loaded.to_dict().items() if v is not None and not k.startswith("_")}
+        # transformers hands keyword arguments of from_pretrained that were meant for the model config here as well.
+        values = {k: v for k, v in values.items() if k not in kwargs or k in known_arguments()}
         if getattr(loaded, "_from_model_config", False):
             # There was no generation_config.json; config.json's training-time entries (use_cache) are no wish.
             values = {name: values[name] for name in _SPECIAL_TOKENS if name in values}

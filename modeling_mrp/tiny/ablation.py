@@ -25,8 +25,7 @@ from .tokenizer import build_tokenizer
 VARIANTS: dict[str, list[str]] = {
     "recipe": [],
     "direct MTP": ["head.prediction=direct"],
-    "direct MTP, final norm 1": ["head.prediction=direct", "head.final_norm=1.0"],
-    "published objective": [
+    "published": [
         "objective.steps=1", "objective.reveal_rule=ground_truth", "objective.noise_level=sample",
         "objective.weighting=inverse_rate", "objective.reveals=[1, 1]", "objective.supervise_revealed=0",
     ],
@@ -34,14 +33,15 @@ VARIANTS: dict[str, list[str]] = {
     "K = 3": ["objective.steps=3"],
     "reveals: ground truth": ["objective.reveal_rule=ground_truth"],
     "reveals: confident": ["objective.reveal_rule=confident"],
-    "reveals: recorded": ["objective.reveal_rule=recorded", "objective.noise_level=recorded"],
+    "reveals: recorded": ["objective.reveal_rule=recorded"],
+    "states: random": ["objective.noise_level=block"],
     "one reveal per step": ["objective.reveals=[1, 1]"],
     "revealed places unsupervised": ["objective.supervise_revealed=0"],
     "depth 1": ["head.layers=1"],
     "depth 3": ["head.layers=3"],
     "depth 4": ["head.layers=4"],
     "init: identity": ["head.initialization=identity"],
-    "init: backbone": ["head.initialization=backbone"],
+    "init: normal": ["head.initialization=normal"],
 }  # fmt: skip
 _DRAFT_STATES = 8
 _BATCH = 50

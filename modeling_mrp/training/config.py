@@ -64,7 +64,7 @@ class HeadConfig:
     prediction: str = "residual"
     initialization: str = "normal"
     deviation: float = 0.02
-    final_norm: float = 0.01
+    final_norm: float | None = None
     lora_rank: int = 0
 
 

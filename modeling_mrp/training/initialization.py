@@ -9,6 +9,7 @@ from ..modeling_mrp import MRPHead
 from .errors import TrainingError
 
 INITIALIZATIONS = ("normal", "identity", "backbone")
+_SMALL_OUTPUT = 0.01
 MATRICES_INTO_STREAM = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -18,7 +19,7 @@ def fresh_head(
     prediction: str = "residual",
     initialization: str = "normal",
     deviation: float = 0.02,
-    final_norm: float = 0.01,
+    final_norm: float | None = None,
     seed: int = 0,
 ) -> None:
     """Gives `model` a new, seeded head in place of the one that it has.
@@ -31,8 +32,8 @@ def fresh_head(
             hidden state through and the layers write nothing yet; `"backbone"`: that projection, and the layers of
             the end of the backbone.
         deviation: of the drawn matrices (the published recipe: 0.2).
-        final_norm: weight of the head's last norm, the size of its first outputs. The backbone's own norm weights
-            where a direct head starts from the backbone.
+        final_norm: weight of the head's last norm, the size of its first outputs. Default: 0.01 for a residual head,
+            whose first correction should be small; the backbone's own norm weights for a direct one.
 
     Raises:
         TrainingError: an unknown initialization, or more layers than the backbone has to copy.
@@ -57,7 +58,10 @@ def fresh_head(
             _pass_hidden_through(head, model.config.hidden_size)
         if initialization == "backbone":
             _copy_last_layers(head, model, layers)
-        head.norm.weight.fill_(final_norm)
+        if final_norm is None and prediction == "direct":
+            head.norm.weight.copy_(model.model.norm.weight)
+        else:
+            head.norm.weight.fill_(_SMALL_OUTPUT if final_norm is None else final_norm)
     for layer in head.layers:
         layer.self_attn.is_causal = False
     model.mrp = head.to(old.device, old.dtype)

@@ -78,7 +78,7 @@ class _Block(NamedTuple):
 
 
 class BlockLikelihood:
-    """Evaluates log-likelihoods; keeps the caches of the last context, so ask for one context's continuations in a row.
+    """Evaluates log-likelihoods. It keeps the last context's cache: ask for one context's continuations in a row.
 
     Args:
         model: an `MRPForCausalLM`.
@@ -162,9 +162,7 @@ class BlockLikelihood:
         if self.order == "sequential":
             (order,) = orders
             return sum(float(scores[frozenset(order[:k])][order[k]]) for k in range(n)), 0.0
-        values = [
-            sum(float(scores[frozenset(order[:k])][order[k:]].mean()) for k in range(n)) for order in orders
-        ]
+        values = [sum(float(scores[frozenset(order[:k])][order[k:]].mean()) for k in range(n)) for order in orders]
         mean = sum(values) / len(values)
         if not math.isfinite(mean):
             return mean, 0.0

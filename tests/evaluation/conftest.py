@@ -36,7 +36,10 @@ def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "random-mrp"
     tokenizer = build_tokenizer()
     model = make_model(
-        len(tokenizer), tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        len(tokenizer),
+        tokenizer.mask_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -83,8 +83,7 @@ def test_stop_strings_cut_as_in_the_stock_class(language_model, stock):
 def test_a_text_does_not_depend_on_its_neighbours(language_model):
     together = language_model.generate_until(instances(mrp_mode="speculative"), disable_tqdm=True)
     alone = [
-        language_model.generate_until([request], disable_tqdm=True)[0]
-        for request in instances(mrp_mode="speculative")
+        language_model.generate_until([request], disable_tqdm=True)[0] for request in instances(mrp_mode="speculative")
     ]
     assert together == alone
 
@@ -146,8 +145,12 @@ def test_results_hold_the_sums_of_the_models_own_outputs(language_model, manager
     assert figures["tokens_per_forward"] == figures["new_tokens"] / figures["backbone_forwards"]
     for name in ("drafts_proposed", "drafts_accepted"):
         for depth, count in enumerate(figures[name]):
-            assert count == sum(int(output[name][:, depth].sum()) for output in outputs if depth < output[name].shape[1])
-    shares = [a / p if p else 0.0 for a, p in zip(figures["drafts_accepted"], figures["drafts_proposed"], strict=False)]
+            assert count == sum(
+                int(output[name][:, depth].sum()) for output in outputs if depth < output[name].shape[1]
+            )
+    shares = [
+        a / p if p else 0.0 for a, p in zip(figures["drafts_accepted"], figures["drafts_proposed"], strict=False)
+    ]
     assert figures["acceptance_by_depth"][: len(shares)] == shares
     row = results["results"]["mrp_tiny"]
     assert row["tokens_per_forward,decoding"] == figures["tokens_per_forward"]
@@ -159,7 +162,9 @@ def test_results_hold_the_sums_of_the_models_own_outputs(language_model, manager
     assert json.loads(json.dumps(results["decoding"])) == results["decoding"]
 
 
-def test_a_resumed_run_knows_the_figures_of_what_it_does_not_decode_again(language_model, manager, tmp_path, monkeypatch):
+def test_a_resumed_run_knows_the_figures_of_what_it_does_not_decode_again(
+    language_model, manager, tmp_path, monkeypatch
+):
     def run(limit):
         with figures_in_results():
             return simple_evaluate(
@@ -188,7 +193,12 @@ def test_a_resumed_run_knows_the_figures_of_what_it_does_not_decode_again(langua
 def test_a_multiple_choice_task_runs_through_the_likelihood(language_model, manager):
     with figures_in_results():
         results = simple_evaluate(
-            language_model, tasks=["mrp_tiny_choice"], limit=4, task_manager=manager, bootstrap_iters=0, log_samples=True
+            language_model,
+            tasks=["mrp_tiny_choice"],
+            limit=4,
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=True,
         )
     assert 0 <= results["results"]["mrp_tiny_choice"]["acc,none"] <= 1
     figures = results["decoding"]["tasks"]["mrp_tiny_choice"]["likelihood"]
@@ -201,15 +211,11 @@ def test_a_multiple_choice_task_runs_through_the_likelihood(language_model, mana
 
 
 def test_is_greedy_means_what_generate_does(language_model):
-    tokenizer, prompt = language_model.tokenizer, PROMPTS[0]
-    ids = torch.tensor([tokenizer(prompt).input_ids])
-    new = language_model.model.generate(input_ids=ids, mrp_mode="none", max_new_tokens=3)[0, ids.shape[1] :]
-    greedy = tokenizer.decode(new)
-    other = "apples" if greedy != "apples" else "pens"
-    answers = language_model.loglikelihood(
-        [Instance("loglikelihood", {}, (prompt, text), 0) for text in (greedy, other)], disable_tqdm=True
-    )
-    assert tokenizer(greedy).input_ids == new.tolist()
+    prompt = language_model.tokenizer(PROMPTS[0]).input_ids
+    ids = torch.tensor([prompt])
+    greedy = language_model.model.generate(input_ids=ids, mrp_mode="none", max_new_tokens=3)[0, len(prompt) :].tolist()
+    other = [*greedy[:-1], greedy[-1] + 1]
+    answers = language_model._loglikelihood_tokens([(None, prompt, greedy), (None, prompt, other)], disable_tqdm=True)
     assert [answer[1] for answer in answers] == [True, False]
 
 
@@ -221,9 +227,9 @@ def test_rolling_likelihood_runs(language_model):
 
 def test_the_command_writes_figures_to_the_results_file(model_folder, tmp_path, monkeypatch, capsys):
     arguments = [
-        "mrp-eval", "--model_args", f"pretrained={model_folder},dtype=float32", "--tasks", "mrp_tiny", "--device", "cpu",
-        "--include_path", str(TASKS), "--limit", "3", "--batch_size", "2", "--output_path", str(tmp_path),
-        "--log_samples", "--gen_kwargs", "mrp_mode=speculative,max_gen_toks=8",
+        "mrp-eval", "--model_args", f"pretrained={model_folder},dtype=float32", "--tasks", "mrp_tiny",
+        "--device", "cpu", "--include_path", str(TASKS), "--limit", "3", "--batch_size", "2", "--log_samples",
+        "--output_path", str(tmp_path), "--gen_kwargs", "mrp_mode=speculative,max_gen_toks=8",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     cli.main()

@@ -142,7 +142,9 @@ def test_every_humaneval_canonical_solution_passes_and_every_broken_one_fails(mo
 
 def _check_canonical(chosen, rows, monkeypatch):
     task, _ = build_task("mrp_humaneval", monkeypatch, {DATASET_OF["mrp_humaneval"]: rows})
-    right = [task.process_results(r, [f"```python\n{r['prompt']}{r['canonical_solution']}```"])["pass@1"] for r in chosen]
+    right = [
+        task.process_results(r, [f"```python\n{r['prompt']}{r['canonical_solution']}```"])["pass@1"] for r in chosen
+    ]
     broken = []
     for row in chosen:
         # The right code after an early return of an object that equals nothing.

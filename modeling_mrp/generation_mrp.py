@@ -110,6 +110,8 @@ class MRPGenerationMixin:
             reused = past_key_values.shared_blocks(prompts, options, needs_head)
             if reused:
                 caches = (past_key_values.stack, past_key_values.runner if needs_head else None)
+                # This call overwrites what lies behind the shared prefix: the old handle holds nothing any more.
+                past_key_values.tokens = []
         if streamer is not None:
             streamer.put(input_ids[0].cpu())
         engine = DecodeEngine(self, options, prompts, ends, seed, row_keys, streamer, caches, reused)

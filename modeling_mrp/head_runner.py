@@ -62,7 +62,8 @@ class HeadRunner:
     def keep_rows(self, rows: Tensor) -> None:
         """Keeps only `rows` `[m]` of what waits; the engine orders the cache itself."""
         if self.waiting is not None:
-            self.waiting = _Waiting(*(part[rows] for part in self.waiting))
+            # After the last row nothing waits: a later call that reuses the cache reads that block again.
+            self.waiting = _Waiting(*(part[rows] for part in self.waiting)) if rows.numel() else None
 
     def run(self, ids: Tensor, accumulated: Tensor, start: Tensor, longest: int, ragged: bool) -> Tensor:
         """One head step on several states per row.

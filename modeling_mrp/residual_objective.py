@@ -8,7 +8,8 @@
 itself, softmax(W r_k). The accumulator that the head reads is not detached, so later steps train earlier ones.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,114 +32,9 @@ from .noising import (
 )
 from .residual_kl import residual_kl
 from .residual_kl_torch import ResidualKL, default_chunk
-from .training_metrics import pick_tokens, step_metrics
+from .training_metrics import log_odds_of, pick_tokens, step_metrics
+from .training_objective import TrainingObjective
 from .training_passes import LAYOUTS, TrainingPasses
-
-REVEAL_RULES = ("ground_truth", "confident", "drafted", "recorded")
-_CHOICES = {
-    "layout": tuple(LAYOUTS),
-    "head_prefix": ("clean", "chained"),
-    "loss": ("forward_kl", "reverse_kl", "cross_entropy", "denoising"),
-    "noise_level": ("sample", "block", "recorded"),
-    "reveal_rule": REVEAL_RULES,
-    "weighting": ("uniform", "inverse_rate"),
-    "normalizer": ("weight", "answer_length"),
-}
-
-
-@dataclass(frozen=True)
-class TrainingObjective:
-    """What the head is trained on. The published recipe is `PUBLISHED_OBJECTIVE`.
-
-    Attributes:
-        steps: K, chained head steps per noisy copy.
-        layout: `"shared"`, `"packed"` (same numbers, plainly computed) or `"single"`; see `training_passes.py`.
-        head_prefix: what the head sees of earlier blocks: `"clean"` as in decoding, or `"chained"`.
-        loss: `"forward_kl"` KL(B || A + C), `"reverse_kl"` KL(A + C || B), `"cross_entropy"` against the true tokens,
-            or `"denoising"`: no head at all, the backbone's own masked cross-entropy (to fine-tune the backbone).
-        temperature: tau of both softmaxes; the KL is multiplied by tau^2.
-        noise_level: `"sample"`, `"block"` or `"recorded"`; see `noising.draw_noise`.
-        copies: noisy copies per clean sample.
-        reveal_rule: what each step reveals: `"ground_truth"`: the true tokens of random places; `"confident"`: what
-            the backbone would reveal itself; `"drafted"`: the same, but from step 2 on what the head's own corrected
-            logits would reveal, as in direct decoding; `"recorded"`: the next of the recorded trajectory.
-        reveals: lowest and highest number of places that a step reveals in a block, drawn uniformly.
-        supervise_revealed: weight of one just revealed place per block and step. Its teacher is the backbone with
-            that place masked and the others revealed: what remasking by corrected confidence needs.
-        weighting: `"uniform"` or `"inverse_rate"`, 1/t.
-        normalizer: `"weight"`: N_k = the sum of the weights, positive wherever anything is supervised;
-            `"answer_length"`: N_k = (number of labels) - (sum over revealed places of 1/t) as published, replaced by
-            the former where it is not positive.
-        step_weights: weights of L_1..L_K, default 1/K each.
-        gradient_checkpointing: recompute the head's activations in the backward pass.
-        chunk_tokens: tokens whose logits exist at a time; default: as fit 256 MiB.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    steps: int = 1
-    layout: str = "shared"
-    head_prefix: str = "clean"
-    loss: str = "forward_kl"
-    temperature: float = 1.0
-    noise_level: str = "block"
-    copies: int = 1
-    reveal_rule: str = "confident"
-    reveals: tuple[int, int] = (1, 1)
-    supervise_revealed: float = 0.0
-    weighting: str = "uniform"
-    normalizer: str = "weight"
-    step_weights: tuple[float, ...] | None = None
-    gradient_checkpointing: bool = False
-    chunk_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}.")
-        low, high = self.reveals
-        checks = {
-            "steps": (self.steps >= 1, "at least 1"),
-            "copies": (self.copies >= 1, "at least 1"),
-            "temperature": (self.temperature > 0, "above 0"),
-            "reveals": (1 <= low <= high, "two numbers, 1 <= lowest <= highest"),
-            "supervise_revealed": (self.supervise_revealed >= 0, "0 or more"),
-            "step_weights": (
-                self.step_weights is None or len(self.step_weights) == self.steps, f"{self.steps} numbers or null"
-            ),
-            "chunk_tokens": (self.chunk_tokens is None or self.chunk_tokens >= 1, "at least 1, or null"),
-        }  # fmt: skip
-        for name, (holds, wanted) in checks.items():
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {wanted}.")
-        if self.reveal_rule == "recorded" and self.noise_level != "recorded":
-            raise ValueError("reveal_rule='recorded' continues a recorded state; set noise_level='recorded' too.")
-        if self.layout == "single" and self.noise_level != "sample":
-            raise ValueError(
-                f"layout='single' noises whole samples; noise_level={self.noise_level!r} leaves a block's "
-                "neighbours in states that decoding never meets. Use noise_level='sample'."
-            )
-
-    @classmethod
-    def of(cls, value: "TrainingObjective | dict[str, Any] | None") -> "TrainingObjective":
-        """An objective from a dict (as YAML gives it), or as it is; unknown names are an error."""
-        if value is None or isinstance(value, cls):
-            return value or cls()
-        if not isinstance(value, dict):  # an objective of another copy of this module (Hub remote code)
-            value = {field.name: getattr(value, field.name) for field in fields(cls)}
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(value) - set(known))
-        if unknown:
-            raise ValueError(f"objective: unknown {unknown}; allowed: {known}.")
-        value = {name: tuple(entry) if isinstance(entry, list) else entry for name, entry in value.items()}
-        return cls(**value)
-
-
-PUBLISHED_OBJECTIVE = TrainingObjective(
-    layout="packed", head_prefix="chained", noise_level="sample", reveal_rule="ground_truth",
-    weighting="inverse_rate", normalizer="answer_length",
-)  # fmt: skip
 
 
 def training_loss(
@@ -314,7 +210,25 @@ class _Chain:
         else:
             loss = self._divergence(student[chosen], target[chosen])
         kept = weight[chosen]
-        return self._normalized((loss * kept).sum(), kept.sum(), self._length(self.masked))
+        total = self._normalized((loss * kept).sum(), kept.sum(), self._length(self.masked))
+        if self.objective.order_weight > 0:
+            total = total + self.objective.order_weight * self._order_loss(student, target)
+        return total
+
+    def _order_loss(self, student: Tensor, target: Tensor) -> Tensor:
+        """Mean over blocks with two or more masked places of KL(softmax_i(l_i of B) || softmax_i(l_i of A + C))."""
+        chosen = self.masked & (self.masked.sum(dim=-1, keepdim=True) > 1)
+        token, truth = pick_tokens(self.model, target[chosen], self.objective.chunk_tokens)
+        odds = self._by_chunks(log_odds_of, student[chosen], token)
+        low = torch.finfo(torch.float32).min
+        rows = chosen.any(dim=-1)
+        log_truth, log_student = (
+            torch.full(chosen.shape, low, device=chosen.device).masked_scatter(chosen, values)[rows].log_softmax(-1)
+            for values in (truth, odds)
+        )
+        divergence = (log_truth.exp() * (log_truth - log_student)).masked_fill(~chosen[rows], 0.0)
+        count = rows.sum().float()
+        return self._normalized(divergence.sum(), count, count)
 
     def _watch(self, fresh: Tensor, target: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """One revealed place per block, and targets that hold its teacher's hidden state there."""
@@ -340,10 +254,14 @@ class _Chain:
         return loss * tau**2
 
     def _cross_entropy(self, hidden: Tensor, token: Tensor) -> Tensor:
+        return self._by_chunks(lambda logits, t: functional.cross_entropy(logits, t, reduction="none"), hidden, token)
+
+    def _by_chunks(self, of_logits: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, token: Tensor) -> Tensor:
+        """`of_logits(logits [rows, vocab], token [rows])` -> `[places]`; logits of one chunk exist at a time."""
         chunk = self.objective.chunk_tokens or default_chunk(self.model.config.vocab_size)
 
         def part(h: Tensor, t: Tensor) -> Tensor:
-            return functional.cross_entropy(self.model.lm_head(h).float(), t, reduction="none")
+            return of_logits(self.model.lm_head(h).float(), t)
 
         parts = [
             checkpoint(part, h, t, use_reentrant=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ..residual_objective import TrainingObjective
+from ..training_objective import TrainingObjective
 from .data import DataConfig
 from .errors import TrainingError
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..residual_objective import TrainingObjective
+from ..training_objective import TrainingObjective
 
 HEAD_PREFIX = "mrp."
 

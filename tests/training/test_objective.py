@@ -7,8 +7,8 @@ import torch
 from training_models import BLOCK, MASK, assert_same_gradients, gradients, sample, small_model
 
 from modeling_mrp.noising import IGNORED
-from modeling_mrp.residual_objective import PUBLISHED_OBJECTIVE, TrainingObjective
 from modeling_mrp.training.data import Collator, pack
+from modeling_mrp.training_objective import PUBLISHED_OBJECTIVE, TrainingObjective
 
 SAMPLES = [sample(13, 3, 11), sample(9, 5, 12), sample(16, 4, 13), sample(6, 1, 14)]
 OBJECTIVES = {
@@ -18,6 +18,7 @@ OBJECTIVES = {
     "ground truth": {"steps": 2, "reveal_rule": "ground_truth", "reveals": (1, 3), "weighting": "inverse_rate"},
     "drafted": {"steps": 3, "reveal_rule": "drafted", "reveals": (1, 2), "supervise_revealed": 0.5},
     "published": {"head_prefix": "chained", "noise_level": "sample", "reveal_rule": "ground_truth"},
+    "order": {"order_weight": 1.0, "steps": 2},
     "cross entropy": {"loss": "cross_entropy"},
     "reverse": {"loss": "reverse_kl", "temperature": 2.0},
 }
@@ -116,6 +117,20 @@ def test_the_next_state_supervises_what_was_revealed():
     reveals = noise[None]
     output = model(**batch, objective={"supervise_revealed": 1.0}, noise_mask=noise, reveals=reveals)
     assert output.loss.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_order_loss_is_zero_where_the_student_is_the_teacher():
+    """With the true target as its input and no correction, the student orders the places as the teacher does."""
+    model, batch = small_model(), Collator(0)([sample(8, 0, 1)])
+    torch.nn.init.zeros_(model.mrp.norm.weight)
+    noise = torch.ones((1, 8), dtype=torch.bool)
+    nothing = torch.zeros((1, 1, 8), dtype=torch.bool)
+    output = model(**batch, objective={"order_weight": 1.0}, noise_mask=noise, reveals=nothing)
+    assert output.loss.item() == pytest.approx(0.0, abs=1e-5)
+    moved = model(**batch, objective={"order_weight": 1.0, "reveal_rule": "ground_truth"}, noise_mask=noise)
+    plain = model(**batch, objective={"reveal_rule": "ground_truth"}, noise_mask=noise, noise_seed=1)
+    assert moved.loss.item() > 0
+    assert plain.loss.item() > 0
 
 
 def test_confident_reveals_are_the_backbones_own():

@@ -17,11 +17,11 @@ from training_models import sample, small_model
 from transformers import TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.residual_objective import TrainingObjective
 from modeling_mrp.training.config import config_from, load_config
 from modeling_mrp.training.errors import TrainingError
 from modeling_mrp.training.run import refuse_unsupported_parallelism, train
 from modeling_mrp.training.trainer import HeadTrainer
+from modeling_mrp.training_objective import TrainingObjective
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES_BY_LAYOUT)

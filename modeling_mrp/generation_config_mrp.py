@@ -255,6 +255,12 @@ def resolve_options(values: dict[str, Any], model_config: Any) -> DecodingOption
 
     mode = get("mrp_mode")
     block_length = asked.get("block_length", model_config.block_size)
+    if block_length > model_config.max_position_embeddings:
+        raise ValueError(
+            f"block_length={block_length}; allowed: 1 to max_position_embeddings = "
+            f"{model_config.max_position_embeddings}. Use the block length that the model was trained with, "
+            f"{model_config.block_size}."
+        )
     denoising_steps = asked.get("denoising_steps", block_length)
     if denoising_steps > block_length:
         raise ValueError(

@@ -85,7 +85,9 @@ class MRPGenerationMixin:
         if attention_mask is None:
             attention_mask = _infer_mask(input_ids, values)
         self._check_prompt(input_ids, attention_mask)
-        copies = values.get("num_return_sequences") or 1
+        copies = values.get("num_return_sequences", 1)
+        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
+            raise ValueError(f"num_return_sequences={copies!r}; allowed: an integer of at least 1.")
         if copies > 1:
             if options.temperature == 0:
                 raise ValueError(

@@ -75,6 +75,8 @@ class RunConfig:
     Attributes:
         output: folder for checkpoints, logs and the result.
         trainer: fields of `transformers.TrainingArguments`; the defaults of `TRAINER_DEFAULTS` apply.
+        optimizer: `"trainer"`: what the trainer's `optim` says (AdamW); `"muon"`: Muon for the head's matrices with
+            `trainer.learning_rate` (about 0.02), AdamW for its vectors.
         save: `"head"` (the head-only artefact), `"model"` (backbone and head, a folder to push) or `"both"`.
     """
 
@@ -84,9 +86,12 @@ class RunConfig:
     head: HeadConfig = field(default_factory=HeadConfig)
     objective: TrainingObjective = field(default_factory=TrainingObjective)
     trainer: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "trainer"
     save: str = "both"
 
     def __post_init__(self) -> None:
+        if self.optimizer not in ("trainer", "muon"):
+            raise TrainingError(f"optimizer={self.optimizer!r}; allowed: trainer, muon.")
         if self.save not in ("head", "model", "both"):
             raise TrainingError(f"save={self.save!r}; allowed: head, model, both.")
 

@@ -41,6 +41,7 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, float]:
         model=model,
         args=arguments,
         objective=config.objective,
+        muon=config.optimizer == "muon",
         train_dataset=train_rows,
         eval_dataset=evaluation_rows,
         data_collator=Collator(0 if pad is None else pad),

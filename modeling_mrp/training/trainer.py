@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..training_objective import TrainingObjective
+from .muon import MuonWithAdamW
 
 HEAD_PREFIX = "mrp."
+_VECTOR_SHARE = 0.25
 
 
 def freeze_backbone(model: nn.Module) -> None:
@@ -28,15 +30,31 @@ class HeadTrainer(Trainer):
 
     Args:
         objective: what the head is trained on.
+        muon: use Muon for matrices, with the trainer's learning rate, and AdamW with a quarter of it for the rest.
         kwargs: of `transformers.Trainer`.
     """
 
-    def __init__(self, *args: Any, objective: TrainingObjective, **kwargs: Any):
+    def __init__(self, *args: Any, objective: TrainingObjective, muon: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.muon = muon
         # The loss is already a mean; scaling by a count of labels would weigh accumulated batches wrongly.
         self.model_accepts_loss_kwargs = False
         self.objective = objective
         self._sums: dict[str, tuple[Any, int]] = {}
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As configured by the trainer's arguments, or Muon."""
+        if not self.muon or getattr(self, "optimizer", None) is not None:
+            return super().create_optimizer(model)
+        trained = [p for p in (self.model if model is None else model).parameters() if p.requires_grad]
+        self.optimizer = MuonWithAdamW(
+            [p for p in trained if p.ndim == 2],
+            [p for p in trained if p.ndim != 2],
+            lr=self.args.learning_rate,
+            vector_lr=_VECTOR_SHARE * self.args.learning_rate,
+            weight_decay=self.args.weight_decay,
+        )
+        return self.optimizer
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any

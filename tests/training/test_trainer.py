@@ -107,6 +107,18 @@ def test_resume_is_exact(finished, workplace):
     assert_same(head_of(finished), head_of(resumed))
 
 
+def test_muon_resumes_exactly_too(workplace):
+    values = {**configuration(workplace, workplace / "muon", learning_rate=0.02), "optimizer": "muon"}
+    train(config_from(values))
+    resumed = workplace / "muon_resumed"
+    resumed.mkdir()
+    shutil.copytree(workplace / "muon" / "checkpoint-3", resumed / "checkpoint-3")
+    train(config_from({**values, "output": str(resumed)}), resume=True)
+    assert_same(head_of(workplace / "muon"), head_of(resumed))
+    logs = json.loads((resumed / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    assert logs[-1]["learning_rate"] < 0.02
+
+
 def test_accumulation_and_evaluation_run(workplace):
     output = workplace / "accumulated"
     values = configuration(

@@ -21,6 +21,7 @@ from benchmarks.report import provenance, table, write
 from benchmarks.workload import MAX_NEW_TOKENS, TINY_MODEL, Workload
 from modeling_mrp.generation_config_mrp import resolve_options
 from modeling_mrp.reference_decoding import MASKED, ReferenceDecoder
+from modeling_mrp.reveal_policies import PositionStatistics
 
 SEED = 3
 DEFAULT = Path(__file__).resolve().parent.parent / "modeling_mrp" / "draft_calibration.py"
@@ -38,61 +39,81 @@ DEPTHS = 3
 class _Tracer(ReferenceDecoder):
     """Plain decoding that notes drafted and actual log-odds of every masked position."""
 
-    def __init__(self, *args: object, **kwargs: object):
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.samples: list[tuple[int, int, Tensor, Tensor, Tensor]] = []
-        self.drafts: list[tuple[int, Tensor, Tensor]] = []
-        self.state = 0
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.samples: list[dict[str, Tensor]] = []
+        self.drafts: list[tuple[int, PositionStatistics, PositionStatistics]] = []
         self.block_start = -1
 
     def _extra_picks(self, span: slice, hidden: Tensor, step: int) -> None:
-        logits = self.model.lm_head(hidden)
-        actual = self._statistics(logits, span.start, step).choice
-        before = self.result.states[-1]
+        own = self._statistics(self.model.lm_head(hidden), span.start, step).choice
         if span.start != self.block_start:
             self.block_start, self.drafts = span.start, []
-        masked = before == MASKED
-        self.state += 1
-        for number, log_odds, token in self.drafts:
-            depth = step - number - 1
-            self.samples.append((
-                self.state, depth, log_odds[masked], actual.log_odds[masked], token[masked] != actual.token[masked],
-            ))  # fmt: skip
-        ids = self.result.ids[span]
+        masked = self.result.states[-1] == MASKED
+        for number, drafted, known in self.drafts:
+            self.samples.append({
+                "depth": torch.full_like(own.log_odds, float(step - number - 1))[masked],
+                "drafted": drafted.log_odds[masked],
+                "known": torch.where(drafted.token == known.token, known.log_odds, drafted.log_odds)[masked],
+                "actual": own.log_odds[masked],
+                "flip": (drafted.token != own.token)[masked].float(),
+            })  # fmt: skip
+        drafted = own
         if self.options.drafter == "head":
-            _, accumulated = self._head(ids[None], hidden, span.start)
-            logits = self.model.lm_head(accumulated)
-        drafted = self._statistics(logits, span.start, step + 1).choice
-        self.drafts.append((step, drafted.log_odds, drafted.token))
+            _, accumulated = self._head(self.result.ids[span][None], hidden, span.start)
+            drafted = self._statistics(self.model.lm_head(accumulated), span.start, step + 1).choice
+        self.drafts.append((step, drafted, own))
 
 
 def collect(workload: Workload, drafter: str) -> dict[str, Tensor]:
-    """Traces of all problems: per masked position, its state's number, depth, drafted and actual log-odds, flip."""
+    """Traces of all problems, one entry per masked position; `group` numbers the states whose order is decided."""
     options = resolve_options(
         {"mrp_mode": "direct", "mrp_steps": 0, "drafter": drafter, "eos_token_id": workload.model.config.eos_token_id},
         workload.model.config,
     )
-    rows: dict[str, list[Tensor]] = {"group": [], "depth": [], "drafted": [], "actual": [], "flip": []}
-    offset = 0
+    samples: list[dict[str, Tensor]] = []
     for problem in tqdm(workload.problems, desc=f"traces, {drafter}"):
         tracer = _Tracer(workload.model, options)
         tracer.decode(workload.prompt(problem), MAX_NEW_TOKENS)
-        for state, depth, drafted, actual, flip in tracer.samples:
-            # One group per (state, depth): the positions whose order is decided together.
-            offset += 1
-            rows["group"].append(torch.full(drafted.shape, offset))
-            rows["depth"].append(torch.full(drafted.shape, float(depth)))
-            rows["drafted"].append(drafted)
-            rows["actual"].append(actual)
-            rows["flip"].append(flip.float())
-            del state
-    return {name: torch.cat(parts) for name, parts in rows.items()}
+        samples += tracer.samples
+    traces = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+    sizes = torch.tensor([len(sample["depth"]) for sample in samples])
+    traces["group"] = torch.arange(len(samples)).repeat_interleave(sizes)
+    return traces
+
+
+def fit_head_weight(traces: dict[str, Tensor]) -> float:
+    """Maximum likelihood of the next reveal, a softmax of a (w head + (1 - w) known) over the masked positions."""
+    here = traces["depth"] == 0
+    group = torch.unique(traces["group"][here], return_inverse=True)[1]
+    drafted, known, actual = (traces[name][here].double() for name in ("drafted", "known", "actual"))
+    count = int(group.max()) + 1
+    largest = torch.full((count,), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, actual, "amax")
+    chosen = actual == largest[group]
+    parameters = torch.tensor([0.5, 0.5], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([parameters], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        score = parameters[0] * drafted + parameters[1] * known
+        top = torch.full((count,), -torch.inf, dtype=torch.float64).scatter_reduce(0, group, score.detach(), "amax")
+        weights = (score - top[group]).exp()
+        total = torch.zeros(count, dtype=torch.float64).index_add(0, group, weights)
+        loss = -(score - top[group] - total.log()[group])[chosen].mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    head, own = parameters.tolist()
+    return round(min(1.0, max(0.0, head / (head + own))), 3)
 
 
 def fit(traces: dict[str, Tensor], levels: tuple[float, ...] = LEVELS) -> dict[str, Any]:
     """Quantiles of the residuals and rates of flips by depth and level, as `DraftCalibration` takes them."""
-    residual = traces["actual"] - traces["drafted"]
-    level = torch.bucketize(traces["drafted"], torch.tensor(levels))
+    weight = fit_head_weight(traces)
+    drafted = torch.lerp(traces["known"], traces["drafted"], weight)
+    residual = traces["actual"] - drafted
+    level = torch.bucketize(drafted, torch.tensor(levels))
     probabilities = torch.linspace(0, 1, QUANTILES)
     quantiles, flips = [], []
     for depth in range(DEPTHS):
@@ -102,7 +123,7 @@ def fit(traces: dict[str, Tensor], levels: tuple[float, ...] = LEVELS) -> dict[s
             for b in range(len(levels) + 1)
         ])  # fmt: skip
         flips.append([round(float(traces["flip"][here & (level == b)].mean()), 4) for b in range(len(levels) + 1)])
-    return {"levels": list(levels), "quantiles": quantiles, "flips": flips}
+    return {"levels": list(levels), "quantiles": quantiles, "flips": flips, "head_weight": weight}
 
 
 def main(
@@ -129,6 +150,8 @@ def main(
         f"# Calibration of the drafts ({drafter})",
         "",
         provenance(workload.path.name, f"{count} held-out problems, seed {SEED}, plain static decoding"),
+        "",
+        f"Share of the head in the drafted log-odds: {fitted['head_weight']}.",
         "",
         "Quantiles of (backbone's - drafted) log-odds, by reveals behind the drafted state and by drafted log-odds, "
         "and how often the backbone chooses another token.",

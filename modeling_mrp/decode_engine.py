@@ -72,10 +72,9 @@ class DecodeEngine:
             self.stack, self.runner = caches
         advances = ADVANCES[options.mode]
         self.advance = advances(model, options, self.policy, self.runner, seed)
-        self.planner = LatticePlanner(
-            self.policy, DraftCalibration.from_config(model.config.draft_calibration), block, self.device
-        )
-        self.drafter = Drafter(model, options, self.policy, self.runner, seed)
+        calibration = DraftCalibration.from_config(model.config.draft_calibration)
+        self.planner = LatticePlanner(self.policy, calibration, block, self.device)
+        self.drafter = Drafter(model, options, self.policy, self.runner, seed, calibration.head_weight)
         # The step is part of a state's identity only where something reads it.
         self.compare_steps = options.temperature > 0 or self.policy.uniform_count is None
         self.speculative = options.mode == "speculative"

@@ -30,9 +30,18 @@ class DraftCalibration:
         quantiles: `[depths, bins, quantiles]`: of (backbone's - drafted) log-odds at evenly spaced probabilities, for
             states 0, 1, ... reveals behind the drafted one (the last depth stands for all further ones).
         flips: `[depths, bins]`: how often the backbone chooses another token than the drafted one.
+        head_weight: the drafted log-odds are this share of the head's and the rest of the known state's own, where
+            both name the same token; by maximum likelihood of the position that is revealed next.
     """
 
-    def __init__(self, levels: list[float], quantiles: list[list[list[float]]], flips: list[list[float]]):
+    def __init__(
+        self,
+        levels: list[float],
+        quantiles: list[list[list[float]]],
+        flips: list[list[float]],
+        head_weight: float = 1.0,
+    ):
+        self.head_weight = head_weight
         self.levels, self.quantiles, self.flips = (torch.tensor(part) for part in (levels, quantiles, flips))
         bins = len(levels) + 1
         if self.quantiles.ndim != 3 or self.quantiles.shape[1] != bins or self.flips.shape != self.quantiles.shape[:2]:
@@ -46,10 +55,10 @@ class DraftCalibration:
     def from_config(cls, values: dict[str, Any] | None) -> "DraftCalibration":
         """The calibration that a model config holds, or the one fitted on the tiny model."""
         values = TINY_CALIBRATION if values is None else values
-        if set(values) != {"levels", "quantiles", "flips"}:
+        if set(values) != {"levels", "quantiles", "flips", "head_weight"}:
             raise ValueError(
-                f"draft_calibration has entries {sorted(values)}; allowed: levels, quantiles, flips. Write them with "
-                "benchmarks/calibrate_drafts.py --write."
+                f"draft_calibration has entries {sorted(values)}; allowed: levels, quantiles, flips, head_weight. "
+                "Write them with benchmarks/calibrate_drafts.py --write."
             )
         return cls(**values)
 

@@ -31,11 +31,19 @@ class Drafter:
         policy: the reveal policy, which leads the head's chain from state to state.
         runner: the head, or `None` for the zero drafter.
         seed: of the sampling noise.
+        head_weight: share of the head in the drafted log-odds; see `DraftCalibration`.
     """
 
     def __init__(
-        self, model: Any, options: DecodingOptions, policy: RevealPolicy, runner: HeadRunner | None, seed: int
+        self,
+        model: Any,
+        options: DecodingOptions,
+        policy: RevealPolicy,
+        runner: HeadRunner | None,
+        seed: int,
+        head_weight: float = 1.0,
     ):
+        self.head_weight = head_weight
         self.model, self.options, self.policy, self.runner, self.seed = model, options, policy, runner, seed
 
     @property
@@ -66,7 +74,7 @@ class Drafter:
                 accumulated = self.runner.run(ids[:, None], accumulated, known.start, known.longest, known.ragged)
             elif d > 0 and not sampled:
                 break
-            statistics = self._statistics(known, accumulated[:, 0], step + d)
+            statistics = self._blended(known, self._statistics(known, accumulated[:, 0], step + d))
             found.append(statistics)
             if d + 1 < passes:
                 choice = _choice(statistics)
@@ -75,6 +83,15 @@ class Drafter:
         stacked = [torch.stack(parts, dim=1) for parts in zip(*found, strict=True)]
         statistics = RevealStatistics(*stacked)
         return DraftStatistics(_choice(statistics), statistics.runner_up)
+
+    def _blended(self, known: KnownState, statistics: RevealStatistics) -> RevealStatistics:
+        """The head's log-odds and the known state's own, where both name the same token."""
+        if self.runner is None or self.head_weight == 1.0:
+            return statistics
+        before = known.statistics.choice
+        mixed = torch.lerp(before.log_odds, statistics.log_odds, self.head_weight)
+        log_odds = torch.where(before.token == statistics.token, mixed, statistics.log_odds)
+        return statistics._replace(log_odds=log_odds, probability=torch.sigmoid(log_odds))
 
     def _statistics(self, known: KnownState, accumulated: Tensor, step: Tensor) -> RevealStatistics:
         """Fields `[rows, block]` of the drafted logits at denoising step `step` `[rows]`."""

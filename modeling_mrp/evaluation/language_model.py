@@ -58,6 +58,7 @@ class MRPLM(HFLM):
     ):
         kwargs["backend"] = "causal"
         super().__init__(pretrained, **kwargs)
+        self._join_processes()
         self.figures = FigureBook()
         self.likelihood = BlockLikelihood(
             self.model,
@@ -68,6 +69,13 @@ class MRPLM(HFLM):
             batch_size=self._first_batch_size(),
         )
         self._estimates: list[LikelihoodEstimate] = []
+
+    def _join_processes(self) -> None:
+        # The parent class knows of other processes only on machines with several GPUs; elsewhere (CPU, one GPU per
+        # machine) each process would evaluate everything and write its own results.
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None and accelerator.num_processes > 1:
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
         named = {name: kwargs[name] for name in ("revision", "subfolder") if kwargs.get(name)}

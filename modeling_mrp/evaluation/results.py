@@ -25,7 +25,7 @@ def figures_in_results() -> Iterator[None]:
 
     @functools.wraps(original)
     def evaluate(lm: Any, task_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        results = original(lm, task_dict, *args, **kwargs)
+        results = original(*args, lm=lm, task_dict=task_dict, **kwargs)
         book = getattr(lm, "figures", None)
         if isinstance(book, FigureBook) and "tasks" in task_dict:
             attach(results, lm, task_dict["tasks"], kwargs.get("samples"))

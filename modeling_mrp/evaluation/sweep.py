@@ -8,6 +8,8 @@ import argparse
 import csv
 import itertools
 import json
+import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,7 +117,7 @@ def measure(lm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any
 
     from .results import figures_in_results
 
-    cache = options.output / "cache" / f"point_{abs(hash_text(point.key))}"
+    cache = options.output / "cache" / f"point_{hash_text(point.key):08x}"
     with figures_in_results():
         results = simple_evaluate(
             lm,
@@ -158,8 +160,6 @@ def measure(lm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any
 
 def hash_text(text: str) -> int:
     """A number that is the same in every process (Python's own hash of text is not)."""
-    import zlib
-
     return zlib.crc32(text.encode())
 
 
@@ -212,7 +212,10 @@ def check_same_sweep(options: argparse.Namespace) -> None:
     }  # fmt: skip
     file = options.output / SETTINGS_FILE
     if not file.exists():
-        file.write_text(json.dumps(own, indent=2), encoding="utf-8")
+        # Replaced in one step: other processes may look at the same moment.
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(own, indent=2), encoding="utf-8")
+        draft.replace(file)
         return
     there = json.loads(file.read_text(encoding="utf-8"))
     for name, value in own.items():

@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from ..generation_config_mrp import MRPGenerationConfig
 from ..hub.remote_code import AUTO_MAP, code_files, copy_code
 from .backbone import STEPS, accuracy, tiny_config, train_backbone
+from .head_training import STEPS as HEAD_STEPS
+from .heads import train_heads
 from .tokenizer import build_tokenizer
 
 app = typer.Typer(add_completion=False, help="The tiny model's recipe.")
@@ -30,14 +32,12 @@ def recipe() -> None:
 def build(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps of the backbone.")] = STEPS,
-    head: Annotated[list[str] | None, typer.Option(help="Overrides of heads.yaml, as trainer.max_steps=500.")] = None,
+    head_steps: Annotated[int, typer.Option(min=1, help="Training steps of each head.")] = HEAD_STEPS,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     copy: Annotated[bool, typer.Option(help="Copy the modelling code into the folder.")] = True,
 ) -> None:
     """Trains backbone and heads (about 45 minutes on two cores) and writes a folder that loads as it stands."""
-    from .heads import train_heads
-
     torch.set_num_threads(threads)
     work = out / "work"
     model = train_backbone(work, steps, seed)
@@ -45,7 +45,7 @@ def build(
     if copy:
         copy_code(out)
     typer.echo(f"static accuracy on 300 held-out problems: {accuracy(model, 300):.1%}")
-    train_heads(out, work, head)
+    train_heads(out, work, head_steps, seed)
 
 
 @app.command()

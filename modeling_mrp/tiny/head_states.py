@@ -1,7 +1,7 @@
-"""States that decoding meets, with the backbone's hidden states at each: what the tiny heads are trained on.
+"""States that decoding meets, with the backbone's hidden states at each: what the tiny heads train on.
 
-The backbone is frozen, so what it says at every state of a decoding trajectory is computed once and kept. A head step is
-then trained without running the backbone at all.
+The backbone is frozen, so what it says at every state of a decoding trajectory is computed once and kept. A head step
+is then trained without running the backbone at all.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,9 @@ def record_states(model: Any, tokenizer: Any, count: int, seed: int, options: di
         _record(model, tokenizer, list(islice(stream, min(_ROWS, count - begin))), options)
         for begin in tqdm(range(0, count, _ROWS), desc="states", mininterval=5)
     ]
-    return HeadStates(*(torch.cat([getattr(part, name) for part in parts]) for name in HeadStates.__dataclass_fields__))
+    return HeadStates(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in HeadStates.__dataclass_fields__)
+    )
 
 
 def load_or_record(path: Path, *arguments: Any) -> HeadStates:
@@ -111,7 +113,13 @@ def _record(model: Any, tokenizer: Any, chosen: list[Problem], options: dict[str
     ], dim=1)  # fmt: skip
     clean_hidden, hidden = _hidden(model, clean, real, states, positions, inside)
     return HeadStates(
-        clean.to(torch.int16), real, first, states.to(torch.int16), revealed.sum(dim=2), clean_hidden.half(), hidden.half()
+        clean.to(torch.int16),
+        real,
+        first,
+        states.to(torch.int16),
+        revealed.sum(dim=2),
+        clean_hidden.half(),
+        hidden.half(),
     )
 
 
@@ -134,12 +142,14 @@ def _hidden(
 
 
 def copies_mask(real: Tensor, positions: Tensor, inside: Tensor, copies: int) -> Tensor:
-    """`[rows, tokens, tokens]` bool: clean tokens are block-causal; a copy's block sees itself and clean ones before."""
+    """`[rows, tokens, tokens]` bool: clean tokens are block-causal; a copy's block sees itself and clean ones."""
     rows = real.shape[0]
     span = torch.arange(SEQUENCE).expand(rows, -1)
     sample = torch.cat([real.long() - 1, (inside.long() - 1).repeat(1, copies)], dim=1)
     place = torch.cat([span, positions.repeat(1, copies)], dim=1)
-    copy = torch.cat([torch.zeros_like(span), torch.arange(1, copies + 1).repeat_interleave(WIDTH).expand(rows, -1)], 1)
+    copy = torch.cat(
+        [torch.zeros_like(span), torch.arange(1, copies + 1).repeat_interleave(WIDTH).expand(rows, -1)], 1
+    )
     layout = TokenLayout(sample, place // BLOCK, copy > 0)
     return may_see(layout, layout) & ((copy[:, :, None] == copy[:, None, :]) | (copy[:, None, :] == 0))
 

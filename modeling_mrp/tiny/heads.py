@@ -1,4 +1,8 @@
-"""The head stage of the tiny recipe: a residual head and a direct-MTP head of the same size, by `mrp-train`."""
+"""The head stage of the tiny recipe: a residual head and a direct-MTP head of the same size, on recorded states.
+
+`heads.yaml` trains the same kind of head by `mrp-train`, as one would on a real model; `ablation.py` compares its
+variants.
+"""
 
 import json
 from itertools import islice
@@ -6,22 +10,25 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from ..head_artifact import load_head, save_head
-from ..modeling_mrp import MRPForCausalLM
-from ..training.config import load_config
+from ..modeling_mrp import MRPForCausalLM, MRPHead
 from ..training.record import record_trajectories
-from ..training.run import train
+from .head_states import load_or_record
+from .head_training import STEPS, train_head
 from .task import problems
 
 RECIPE = Path(__file__).with_name("heads.yaml")
 TRAJECTORIES = 4000
+PROBLEMS = 1600
+LAYERS = 2
 # The backbone's training stream counts its steps from 0; no step of it ever reaches this seed.
 _SEED = 10_000_000
 _DIRECT_HEAD = "direct_head"
 
 
-def train_heads(model_folder: Path, work: Path, overrides: list[str] | None = None) -> None:
+def train_heads(model_folder: Path, work: Path, steps: int = STEPS, seed: int = 0) -> None:
     """Trains both heads on the backbone in `model_folder` and puts them there.
 
     The residual head goes into `model.safetensors` (keys `mrp.*`) and `config.json`; the direct head into
@@ -29,18 +36,35 @@ def train_heads(model_folder: Path, work: Path, overrides: list[str] | None = No
 
     Args:
         model_folder: backbone, tokenizer and config.
-        work: folder for data and checkpoints; an interrupted stage continues from what is there.
-        overrides: further overrides of the recipe, as on the command line.
+        work: folder for recorded states and finished heads; a stage that is there is not run again.
+        steps: training steps of each head.
+        seed: of data and initialisation.
     """
-    data = work / "trajectories.jsonl"
-    if not data.exists():
-        write_trajectories(model_folder, data)
     for prediction in ("residual", "direct"):
         folder = work / f"{prediction}_head"
-        if not (folder / "mrp_head.safetensors").exists():
-            paths = [f"output={folder}", f"model.path={model_folder}", f"data.train={data}"]
-            train(load_config(RECIPE, [*paths, f"head.prediction={prediction}", *(overrides or [])]), resume=True)
+        if (folder / "mrp_head.safetensors").exists():
+            continue
+        torch.manual_seed(seed)
+        # Without its own head, if one was installed before: the head trained here must not begin from it.
+        model = MRPForCausalLM.from_pretrained(model_folder, dtype=torch.float32, head_prediction=prediction).eval()
+        fresh_head(model)
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        states = load_or_record(work / "states.pt", model, tokenizer, PROBLEMS, seed, {"mrp_mode": "none"})
+        # Under torch.compile plain batched products are faster than sdpa on a CPU.
+        model.set_attn_implementation("eager")
+        train_head(model, states, steps, seed)
+        model.config.draft_calibration = None
+        save_head(model, folder, "sdar-tiny-mrp")
     install_heads(model_folder, work)
+
+
+def fresh_head(model: MRPForCausalLM) -> None:
+    """Gives `model` an untrained head of `LAYERS` layers."""
+    model.config.num_nextn_predict_layers = LAYERS
+    model.mrp = MRPHead(model.config)
+    model.mrp.apply(model._init_weights)
+    for layer in model.mrp.layers:
+        layer.self_attn.is_causal = False
 
 
 def write_trajectories(model_folder: Path, output: Path, count: int = TRAJECTORIES) -> None:

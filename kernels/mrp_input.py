@@ -1,5 +1,6 @@
 """The head's input and the first steps of its attention, fused for inputs of a few blocks."""
 
+import torch
 from torch import Tensor
 
 from .kernel_dispatch import resolve_kernels
@@ -17,7 +18,9 @@ def mrp_input(
     eps: float = 1e-6,
     kernels: str = "auto",
 ) -> Tensor:
-    """`u = P [ norm_e(embed(ids)) ; norm_h(acc) ]`, the concatenation never made. The Triton path has no gradient.
+    """`u = P [ norm_e(embed(ids)) ; norm_h(acc) ]`, the concatenation never made.
+
+    The kernel has no gradient: where one is wanted, `auto` takes the twin.
 
     Args:
         ids: `[..., tokens]` int64.
@@ -32,7 +35,7 @@ def mrp_input(
         `[..., tokens, out]` in the state's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or a gradient is wanted from the kernel.
     """
     hidden = embedding.shape[-1]
     if state.shape != (*ids.shape, hidden):
@@ -43,7 +46,7 @@ def mrp_input(
         raise ValueError(
             f"the norm weights {list(embedding_norm.shape)} and {list(state_norm.shape)} must be [{hidden}]."
         )
-    if resolve_kernels(kernels, state.device) == "triton":
+    if _choose(kernels, state, embedding, embedding_norm, state_norm, projection) == "triton":
         from .mrp_input_triton import mrp_input_triton as implementation
     else:
         implementation = mrp_input_torch
@@ -61,7 +64,9 @@ def qk_norm_rope(
     eps: float = 1e-6,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """RMS norm per head, then rotary position embedding (halves, as in Qwen3). The Triton path has no gradient.
+    """RMS norm per head, then rotary position embedding (halves, as in Qwen3).
+
+    The kernel has no gradient: where one is wanted, `auto` takes the twin.
 
     Args:
         query: `[batch, tokens, heads, dim]`, what the query projection gives, seen as heads.
@@ -76,7 +81,7 @@ def qk_norm_rope(
         `[batch, kv_heads, tokens, dim]`.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or a gradient is wanted from the kernel.
     """
     batch, tokens, _, dim = query.shape
     if key.shape[:2] != (batch, tokens) or key.shape[3] != dim or dim % 2:
@@ -85,8 +90,21 @@ def qk_norm_rope(
         raise ValueError(f"the norm weights {list(query_norm.shape)} and {list(key_norm.shape)} must be [{dim}].")
     if cos.shape != sin.shape or cos.shape[0] not in (1, batch) or cos.shape[1:] != (tokens, dim):
         raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} must be [{batch} or 1, {tokens}, {dim}].")
-    if resolve_kernels(kernels, query.device) == "triton":
+    if _choose(kernels, query, key, query_norm, key_norm) == "triton":
         from .mrp_input_triton import qk_norm_rope_triton as implementation
     else:
         implementation = qk_norm_rope_torch
     return implementation(query, key, query_norm, key_norm, cos, sin, eps=eps)
+
+
+def _choose(kernels: str, *tensors: Tensor) -> str:
+    """`resolve_kernels`, but the twin where a gradient would be lost."""
+    chosen = resolve_kernels(kernels, tensors[0].device)
+    if chosen == "triton" and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if kernels == "triton":
+            raise ValueError(
+                'kernels="triton" has no gradient here, and an input requires one; call it under torch.no_grad(), or '
+                'use kernels="auto" or "torch".'
+            )
+        return "torch"
+    return chosen

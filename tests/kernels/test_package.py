@@ -43,6 +43,17 @@ def test_dispatch(monkeypatch):
         mrp_kernels.resolve_kernels("triton", "cuda")
 
 
+def test_a_gradient_is_never_lost_to_a_kernel_that_has_none(monkeypatch):
+    """On a GPU the head's training forward must take the twin."""
+    module = importlib.import_module("mrp_kernels.mrp_input")
+    monkeypatch.setattr(module, "resolve_kernels", lambda kernels, device: "triton")
+    x, norm = torch.randn(1, 3, 2, 4, requires_grad=True), torch.ones(4)
+    cos, sin = torch.ones(1, 3, 4), torch.zeros(1, 3, 4)
+    assert mrp_kernels.qk_norm_rope(x, x, norm, norm, cos, sin)[0].requires_grad
+    with pytest.raises(ValueError, match="has no gradient here"):
+        mrp_kernels.qk_norm_rope(x, x, norm, norm, cos, sin, kernels="triton")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -191,7 +191,21 @@ class DecodeEngine:
         self.counters.trace(state, finished_ids, committed, first, following_state.source, fresh)
         state.first, state.step, state.basis, state.has_basis = first, step, known, ~fresh
         state.any_basis = not sync[:, 1].all()
-        self._end_rows(torch.cat([first, finished_ids], dim=1).cpu().numpy(), sync)
+        self._end_rows(*self._to_host(first, finished_ids), sync)
+
+    def _to_host(self, first: Tensor, finished: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Both `[rows, block]` in one copy, with the head's flag; nothing that a broken head chose is handed out."""
+        flag = torch.zeros_like(first[:, :1])
+        if self.runner is not None and self.runner.broken is not None:
+            flag = flag + self.runner.broken
+        host = torch.cat([first, finished, flag], dim=1).cpu().numpy()
+        if host[0, -1]:
+            raise BrokenLogitsError(
+                "the MRP head produced NaN or infinite values; allowed: finite numbers. Check the head's weights "
+                "(train or load it again), use drafter='zero' or mrp_mode='none', or a wider dtype."
+            )
+        block = first.shape[1]
+        return host[:, :block], host[:, block:-1]
 
     def _commit(self, sync: np.ndarray, at: Tensor, ids: Tensor, hidden: Tensor, committed: Tensor) -> None:
         """Makes finished blocks part of their rows' prefixes, for backbone and head."""
@@ -213,10 +227,9 @@ class DecodeEngine:
             self.runner.remember(committed, ids, hidden, state.start, state.longest, state.ragged)
         state.add_block(committed, sync[:, 0].astype(bool))
 
-    def _end_rows(self, host: np.ndarray, sync: np.ndarray) -> None:
+    def _end_rows(self, first: np.ndarray, finished: np.ndarray, sync: np.ndarray) -> None:
         """Hands newly revealed tokens to the end conditions and drops the rows that have ended."""
         state, block = self.state, self.options.block_length
-        first, finished = host[:, :block], host[:, block:]
         state.first_host = first
         for place, index in enumerate(state.index.tolist()):
             row, start = self.ends.rows[index], int(state.start_host[place])
@@ -258,8 +271,12 @@ class DecodeEngine:
         for token in tokens[self.counters.streamed :]:
             self.streamer.put(torch.tensor([token]))
         self.counters.streamed = len(tokens)
-        if hasattr(self.streamer, "put_draft") and not self.ends.rows[0].ended:
-            self.streamer.put_draft(torch.from_numpy(self.state.first_host[0]))
+        row = self.ends.rows[0]
+        if hasattr(self.streamer, "put_draft") and not row.ended:
+            # What stands behind the confirmed text, which the streamer has already.
+            confirmed = len(row.prompt) + len(row.tokens) - int(self.state.start_host[0])
+            rest = torch.from_numpy(self.state.first_host[0][confirmed:])
+            self.streamer.put_draft(fill_masked(rest, self.options.mask_token_id))
 
     def prefix_handle(self) -> PrefixHandle:
         """The caches of this call, with the tokens that they hold, for a later call that continues it."""

@@ -36,6 +36,8 @@ class HeadRunner:
         if options.context == "prefix":
             self.stack = PackedStack(model, options.block_length, capacity, options.kernels)
         self.passes = 0
+        # Whether any output was NaN or infinite; stays on the device until the engine's next look at it.
+        self.broken: Tensor | None = None
         self.waiting: _Waiting | None = None
 
     def remember(
@@ -83,7 +85,7 @@ class HeadRunner:
             positions = (start[:, None] + torch.arange(block, device=start.device)).repeat_interleave(states, 0)
             filled = fill_masked(ids, self.options.mask_token_id).flatten(0, 1)
             _, after = self.model.head(filled, accumulated.flatten(0, 1), positions, None)
-            return after.view(rows, states, block, -1)
+            return self._watched(after.view(rows, states, block, -1))
         starts = start[:, None].expand(rows, states)
         eye = torch.eye(states, dtype=torch.bool, device=ids.device).expand(rows, states, states)
         prefix = start
@@ -100,6 +102,11 @@ class HeadRunner:
             source = torch.full_like(stored, longest)
             self.stack.cache.commit(source, prefix[stored], stored, block)
             self.waiting = None
+        return self._watched(after)
+
+    def _watched(self, after: Tensor) -> Tensor:
+        broken = ~torch.isfinite(after).all()
+        self.broken = broken if self.broken is None else self.broken | broken
         return after
 
 

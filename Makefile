@@ -29,6 +29,8 @@ tiny: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.decoding
+	$(BIN)/python -m benchmarks.wall_time
+	$(BIN)/python -m benchmarks.long_context
 	$(BIN)/python -m benchmarks.tiny
 
 clean:

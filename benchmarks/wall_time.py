@@ -2,7 +2,7 @@
 
     python -m benchmarks.wall_time [--count 16] [--repeat 5]
 
-Each pair runs in turn, A B A B, in one process; medians of the ratios are what counts, absolute times are noise. Writes
+Each pair runs in turn, A B A B, in one process; medians of the ratios count, absolute times are noise. Writes
 `benchmarks/results/wall_time.md`.
 """
 

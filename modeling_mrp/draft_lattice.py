@@ -135,7 +135,7 @@ class LatticePlanner:
         """Statistics `[rows, trajectories, block]` as the backbone might give them, `depth` reveals on."""
         choice, runner_up = drafts.at(depth)
         group = min(depth, self.table.shape[0] - 1)
-        level = torch.bucketize(choice.log_odds, self.levels)
+        level = torch.bucketize(choice.log_odds.contiguous(), self.levels)
         quantiles = self.table[group][level]
         index = self.below.expand(level.shape[0], -1, -1)
         spread = quantiles[:, None].expand(*index.shape, -1)

@@ -54,18 +54,16 @@ class Drafter:
     def predict(self, known: KnownState, first: Tensor, step: Tensor, depth: int) -> DraftStatistics:
         """Statistics at the state `first` and at the states behind it.
 
-        A chain runs the head once per state; a lattice once. Under sampling every depth has draws of its own, since
-        noise belongs to the step.
+        The head runs K = `options.steps` times along its own most likely trajectory (a lattice needs one pass as a
+        rule), each pass conditioned on one more reveal; deeper states repeat the last prediction. Under sampling every
+        depth has draws of its own, since noise belongs to the step.
 
         Args:
             known: the state before, with the backbone's logits.
             first: `[rows, block]` int64, -1 at masked positions; step: `[rows]` int64 of it.
             depth: states to predict for, at least 1.
         """
-        chain = self.options.draft_shape == "chain"
-        passes = 0
-        if self.runner is not None:
-            passes = max(1, min(self.options.steps, depth)) if chain else 1
+        passes = 0 if self.runner is None else max(1, min(self.options.steps, depth))
         sampled = self.options.temperature > 0
         ids, accumulated = first, known.hidden[:, None]
         found: list[RevealStatistics] = []
@@ -75,6 +73,10 @@ class Drafter:
             elif d > 0 and not sampled:
                 break
             statistics = self._blended(known, self._statistics(known, accumulated[:, 0], step + d))
+            if found and not sampled:
+                # Where the trajectory has revealed a position already, others may not have: keep what was known of it.
+                kept = (torch.where(ids == MASKED, new, old) for new, old in zip(statistics, found[-1], strict=True))
+                statistics = RevealStatistics(*kept)
             found.append(statistics)
             if d + 1 < passes:
                 choice = _choice(statistics)

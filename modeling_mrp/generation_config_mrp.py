@@ -121,7 +121,8 @@ _DEFAULTS: dict[str, Any] = {
     "direct_tokens_per_step": 1,
     "output_trace": False,
 }
-_DEFAULT_STEPS = {"none": 0, "speculative": 3, "direct": 1, "remask": 1}
+_DEFAULT_STEPS = {"none": 0, "speculative": 1, "direct": 1, "remask": 1}
+_DEFAULT_CHAIN_STEPS = 3
 # Below this the LM head is cheap beside the layers, and a shortlist would save nothing.
 _LARGE_VOCABULARY, _SHORTLIST = 16384, 64
 _DEFAULT_TOP_K = 50  # transformers' own default for sampling
@@ -134,7 +135,8 @@ class MRPGenerationConfig(GenerationConfig):
         mrp_mode: `none` (plain SDAR decoding), `speculative` (lossless; default), `direct` (the head's picks are kept
             unverified), `remask` (dynamic decoding whose doubtful reveals are masked again).
         mrp_steps: head steps K. `direct`: unverified picks per backbone forward (default 1). `speculative` with
-            `draft_shape="chain"`: head passes per round, K + 1 states are verified (default 3).
+            `draft_shape="chain"`: head passes per round, K + 1 states are verified (default 3); with a lattice: head
+            passes along its most likely trajectory (default 1).
         block_length: positions per block, default the model's `block_size`.
         denoising_steps: steps per block, 1 to `block_length` (default): step t reveals
             `block_length // steps + (t < block_length % steps)` positions.
@@ -281,6 +283,7 @@ def resolve_options(values: dict[str, Any], model_config: Any) -> DecodingOption
         )
     if mode == "remask" and get("drafter") == "zero":
         raise ValueError("mrp_mode='remask' needs the head; drafter='zero' has none. Use drafter='head'.")
+    chain = mode == "speculative" and get("draft_shape") == "chain"
     temperature, top_k, top_p = _sampling(asked)
     eos = asked.get("eos_token_id")
     eos_ids = tuple(int(e) for e in (eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]))
@@ -289,7 +292,7 @@ def resolve_options(values: dict[str, Any], model_config: Any) -> DecodingOption
         pad = eos_ids[0] if eos_ids else 0
     return DecodingOptions(
         mode=mode,
-        steps=asked.get("mrp_steps", _DEFAULT_STEPS[mode]),
+        steps=asked.get("mrp_steps", _DEFAULT_CHAIN_STEPS if chain else _DEFAULT_STEPS[mode]),
         block_length=block_length,
         denoising_steps=denoising_steps,
         strategy=strategy,

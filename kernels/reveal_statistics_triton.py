@@ -296,8 +296,13 @@ def reveal_statistics_triton(
         float(inverse_temperature),
         mask_token,
     )
-    kinds = {"HAS_RESIDUAL": residual is not None, "HAS_THRESHOLD": threshold is not None, "SAMPLE": sample}
-    kinds.update(ENTROPY=entropy, BLOCK=block)
+    kinds: dict[str, int] = {
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_THRESHOLD": threshold is not None,
+        "SAMPLE": sample,
+        "ENTROPY": entropy,
+        "BLOCK": block,
+    }
     _partial_kernel[(rows, splits)](*inputs, partial, *numbers, **kinds, num_warps=warps)
     _combine_kernel[(rows,)](
         *inputs,

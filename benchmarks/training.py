@@ -1,7 +1,8 @@
-"""What the shared clean pass and the chunked loss save: `python benchmarks/training.py` writes results/training.md.
+"""What the shared clean pass and the chunked loss save: `python -m benchmarks.training` writes results/training.md.
 
-Speed: one training step (forward and backward, head in float32) in the shared layout against the plain packed layout,
-same model, batch and noise, alternating within one process. Memory: the loss and its gradient at the real vocabulary,
+Speed, in processor seconds, which other processes on the machine disturb least: one training step (forward and
+backward, head in float32) in the shared layout against the plain packed layout, same model, batch and noise,
+alternating within one process. Memory: the loss and its gradient at the real vocabulary,
 chunked against plain, each in a process of its own, by the growth of the peak resident set.
 """
 
@@ -21,9 +22,9 @@ from modeling_mrp.noising import IGNORED
 from modeling_mrp.residual_kl import residual_kl
 from modeling_mrp.training.trainer import freeze_backbone
 
-RESULT = Path(__file__).parent / "results" / "training.md"
+RESULT = Path(__file__).resolve().parent / "results" / "training.md"
 VOCABULARY, TOKENS, HIDDEN = 151_936, 1024, 128
-_REPETITIONS = 7
+_REPETITIONS = 4
 
 
 def model_and_batch(rows: int, tokens: int) -> tuple[MRPForCausalLM, dict[str, torch.Tensor]]:
@@ -44,12 +45,12 @@ def model_and_batch(rows: int, tokens: int) -> tuple[MRPForCausalLM, dict[str, t
 
 
 def step(model: MRPForCausalLM, batch: dict[str, torch.Tensor], steps: int, layout: str) -> tuple[float, torch.Tensor]:
-    """Seconds of one step, and the head's flattened gradient."""
+    """Processor seconds of one step, and the head's flattened gradient."""
     objective = {"steps": steps, "layout": layout, "noise_level": "block", "reveal_rule": "ground_truth"}
     model.zero_grad(set_to_none=True)
-    begin = time.perf_counter()
+    begin = time.process_time()
     model(**batch, objective=objective, noise_seed=1, all_metrics=False).loss.backward()
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return seconds, torch.cat([p.grad.flatten() for p in model.mrp.parameters() if p.grad is not None])
 
 
@@ -92,8 +93,9 @@ def memory() -> list[str]:
     """Table rows of `peak_of_loss`, each measured in a fresh process."""
     peaks = {}
     for kind in ("plain", "chunked"):
-        line = [sys.executable, __file__, "--loss", kind]
-        peaks[kind] = int(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+        line = [sys.executable, "-m", "benchmarks.training", "--loss", kind]
+        done = subprocess.run(line, check=True, capture_output=True, text=True, cwd=RESULT.parents[2])
+        peaks[kind] = int(done.stdout)
     ratio = peaks["chunked"] / peaks["plain"]
     return [f"| {peaks['plain']} | {peaks['chunked']} | {ratio:.2f} |"]
 
@@ -102,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8, help="sequences per batch")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--loss", choices=["plain", "chunked"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -115,13 +117,13 @@ def main() -> None:
         "# Cost of a training step",
         "",
         f"{platform.machine()}, {cpu}, {arguments.threads} threads; torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, Python {platform.python_version()}. Made by `python benchmarks/training.py "
+        f"{transformers.__version__}, Python {platform.python_version()}. Made by `python -m benchmarks.training "
         f"--rows {arguments.rows} --tokens {arguments.tokens} --threads {arguments.threads}`.",
         "",
         f"**Shared clean pass.** 8 layers of width 128, head of 2 layers, float32, {arguments.rows} sequences of "
-        f"{arguments.tokens} tokens, a quarter of them prompt; forward and backward, the fastest of {_REPETITIONS}, "
-        "layouts alternating. Both layouts have the same loss; the last column is the largest difference of any "
-        "gradient.",
+        f"{arguments.tokens} tokens, a quarter of them prompt; forward and backward, processor seconds, the fastest "
+        f"of {_REPETITIONS}, layouts alternating. Both layouts have the same loss; the last column is the largest "
+        "difference of any gradient.",
         "",
         "| K | packed, s | shared, s | times faster | gradients differ by |",
         "|---|---|---|---|---|",

@@ -211,24 +211,30 @@ class _Chain:
             loss = self._divergence(student[chosen], target[chosen])
         kept = weight[chosen]
         total = self._normalized((loss * kept).sum(), kept.sum(), self._length(self.masked))
-        if self.objective.order_weight > 0:
-            total = total + self.objective.order_weight * self._order_loss(student, target)
+        if self.objective.order_weight > 0 or self.objective.certainty_weight > 0:
+            total = total + self._log_odds_loss(student, target)
         return total
 
-    def _order_loss(self, student: Tensor, target: Tensor) -> Tensor:
-        """Mean over blocks with two or more masked places of KL(softmax_i(l_i of B) || softmax_i(l_i of A + C))."""
-        chosen = self.masked & (self.masked.sum(dim=-1, keepdim=True) > 1)
-        token, truth = pick_tokens(self.model, target[chosen], self.objective.chunk_tokens)
-        odds = self._by_chunks(log_odds_of, student[chosen], token)
+    def _log_odds_loss(self, student: Tensor, target: Tensor) -> Tensor:
+        """Two losses on l_i, the log-odds of the teacher's token at each masked place i, weighted as configured.
+
+        Order: mean over blocks with two or more masked places of KL(softmax_i(l_i of B) || softmax_i(l_i of A + C)).
+        Certainty: mean over masked places of the Huber loss of the difference of the two.
+        """
+        token, truth = pick_tokens(self.model, target[self.masked], self.objective.chunk_tokens)
+        odds = self._by_chunks(log_odds_of, student[self.masked], token)
         low = torch.finfo(torch.float32).min
-        rows = chosen.any(dim=-1)
+        rows = self.masked.sum(dim=-1) > 1
+        nowhere = torch.full(self.masked.shape, low, device=odds.device)
         log_truth, log_student = (
-            torch.full(chosen.shape, low, device=chosen.device).masked_scatter(chosen, values)[rows].log_softmax(-1)
-            for values in (truth, odds)
+            nowhere.masked_scatter(self.masked, values)[rows].log_softmax(-1) for values in (truth, odds)
         )
-        divergence = (log_truth.exp() * (log_truth - log_student)).masked_fill(~chosen[rows], 0.0)
-        count = rows.sum().float()
-        return self._normalized(divergence.sum(), count, count)
+        order = (log_truth.exp() * (log_truth - log_student)).masked_fill(~self.masked[rows], 0.0).sum()
+        certainty = functional.smooth_l1_loss(odds, truth, reduction="sum")
+        blocks, places = rows.sum().float(), self.masked.sum().float()
+        return self.objective.order_weight * self._normalized(
+            order, blocks, blocks
+        ) + self.objective.certainty_weight * self._normalized(certainty, places, places)
 
     def _watch(self, fresh: Tensor, target: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """One revealed place per block, and targets that hold its teacher's hidden state there."""

@@ -39,6 +39,8 @@ class TrainingObjective:
         order_weight: weight of the *order loss*, KL between teacher and student over the places of a block, each with
             the softmax of its places' log-odds: which place is revealed next decides whether a draft is accepted, and
             near-certain places tie in the loss over tokens.
+        certainty_weight: weight of a Huber loss on the log-odds of the teacher's token, which the KL hardly feels near
+            probability 1, although they decide the order of the reveals.
         weighting: `"uniform"` or `"inverse_rate"`, 1/t.
         normalizer: `"weight"`: N_k = the sum of the weights, positive wherever anything is supervised;
             `"answer_length"`: N_k = (number of labels) - (sum over revealed places of 1/t) as published, replaced by
@@ -62,6 +64,7 @@ class TrainingObjective:
     reveals: tuple[int, int] = (1, 1)
     supervise_revealed: float = 0.0
     order_weight: float = 0.0
+    certainty_weight: float = 0.0
     weighting: str = "uniform"
     normalizer: str = "weight"
     step_weights: tuple[float, ...] | None = None
@@ -80,6 +83,7 @@ class TrainingObjective:
             "reveals": (1 <= low <= high, "two numbers, 1 <= lowest <= highest"),
             "supervise_revealed": (self.supervise_revealed >= 0, "0 or more"),
             "order_weight": (self.order_weight >= 0, "0 or more"),
+            "certainty_weight": (self.certainty_weight >= 0, "0 or more"),
             "step_weights": (
                 self.step_weights is None or len(self.step_weights) == self.steps, f"{self.steps} numbers or null"
             ),

@@ -18,7 +18,7 @@ OBJECTIVES = {
     "ground truth": {"steps": 2, "reveal_rule": "ground_truth", "reveals": (1, 3), "weighting": "inverse_rate"},
     "drafted": {"steps": 3, "reveal_rule": "drafted", "reveals": (1, 2), "supervise_revealed": 0.5},
     "published": {"head_prefix": "chained", "noise_level": "sample", "reveal_rule": "ground_truth"},
-    "order": {"order_weight": 1.0, "steps": 2},
+    "order": {"order_weight": 1.0, "certainty_weight": 0.1, "steps": 2},
     "cross entropy": {"loss": "cross_entropy"},
     "reverse": {"loss": "reverse_kl", "temperature": 2.0},
 }
@@ -125,7 +125,8 @@ def test_order_loss_is_zero_where_the_student_is_the_teacher():
     torch.nn.init.zeros_(model.mrp.norm.weight)
     noise = torch.ones((1, 8), dtype=torch.bool)
     nothing = torch.zeros((1, 1, 8), dtype=torch.bool)
-    output = model(**batch, objective={"order_weight": 1.0}, noise_mask=noise, reveals=nothing)
+    both = {"order_weight": 1.0, "certainty_weight": 1.0}
+    output = model(**batch, objective=both, noise_mask=noise, reveals=nothing)
     assert output.loss.item() == pytest.approx(0.0, abs=1e-5)
     moved = model(**batch, objective={"order_weight": 1.0, "reveal_rule": "ground_truth"}, noise_mask=noise)
     plain = model(**batch, objective={"reveal_rule": "ground_truth"}, noise_mask=noise, noise_seed=1)

@@ -116,7 +116,7 @@ class DecodeEngine:
             return options.steps + 1
         budget = options.draft_states
         if not isinstance(budget, int):
-            budget = draft_budget(self.model, self.stack, self.state.rows, options.block_length)
+            budget = draft_budget(self.model, self.state.rows, options.block_length, self.runner is not None)
         return min(budget, 2 ** min(masked, 16) + 1)
 
     def _draft(self, budget: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from .tiny.task import is_correct, problems
 
 MODES: dict[str, dict[str, Any]] = {
     "none (plain SDAR)": {"mrp_mode": "none"},
-    "speculative (lossless)": {"mrp_mode": "speculative"},
+    "speculative (lossless)": {"mrp_mode": "speculative", "draft_states": 8},
     "direct, K = 1": {"mrp_mode": "direct", "mrp_steps": 1},
     "direct, K = 3": {"mrp_mode": "direct", "mrp_steps": 3},
     "dynamic, tau = 0.5": {

@@ -173,18 +173,20 @@ class LatticePlanner:
         """
         finished = (first != MASKED).all(dim=1)
         slots = _Slots(first)
-        if companion:
-            # It takes slot 1; in rows without one the slot stays dead unless a draft fills the next.
-            slots.add(torch.where(finished[:, None], MASKED, first), 0, torch.where(finished, 0, -1), finished)
         if trajectories is not None and drafted is not None and budget > 1:
-            self._select(slots, trajectories, drafted & ~finished, budget)
+            self._select(slots, trajectories, drafted & ~finished, finished, budget)
+        elif companion:
+            slots.add(torch.where(finished[:, None], MASKED, first), 0, torch.where(finished, 0, -1), finished)
         ids, depth, parent, alive = (torch.stack(part, dim=1) for part in slots)
         rides = parent >= 0
         starts = start[:, None] + first.shape[1] * rides
         return Segments(ids, starts, torch.where(rides, 0, step[:, None] + depth), parent, alive)
 
-    def _select(self, slots: "_Slots", states: Tensor, drafted: Tensor, budget: int) -> None:
-        """Best first: each round adds the state at which most trajectories wait."""
+    def _select(self, slots: "_Slots", states: Tensor, drafted: Tensor, finished: Tensor, budget: int) -> None:
+        """Best first: each round adds the state at which most trajectories wait.
+
+        In rows whose certain state is finished, slot 1 holds the next block's first state; nothing is drafted there.
+        """
         rows, _, depths, _ = states.shape
         codes, valid = self._codes(states)
         valid = valid & drafted[:, None, None]
@@ -208,6 +210,8 @@ class LatticePlanner:
             if chosen:
                 mother = torch.stack(chosen, dim=1) == (code - _CHILD)[:, None]
                 parent = torch.where(rides, offset + mother.int().argmax(dim=1), parent)
+            else:
+                rides, found, parent = rides | finished, found | finished, torch.where(finished, 0, parent)
             slots.add(torch.where(rides[:, None], MASKED, state), at + 1, parent, found)
             chosen.append(code)
             member = member | (codes == code[:, None, None])

@@ -17,7 +17,7 @@ from ..generation_config_mrp import MRPGenerationConfig
 from ..hub.remote_code import AUTO_MAP, code_files, copy_code
 from .backbone import STEPS, accuracy, tiny_config, train_backbone
 from .head_training import STEPS as HEAD_STEPS
-from .heads import train_heads
+from .heads import PROBLEMS, train_heads
 from .tokenizer import build_tokenizer
 
 app = typer.Typer(add_completion=False, help="The tiny model's recipe.")
@@ -33,19 +33,21 @@ def build(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps of the backbone.")] = STEPS,
     head_steps: Annotated[int, typer.Option(min=1, help="Training steps of each head.")] = HEAD_STEPS,
+    count: Annotated[int, typer.Option(min=24, help="Problems whose states the heads train on.")] = PROBLEMS,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    compiled: Annotated[bool, typer.Option(help="Use torch.compile, which pays after some hundred steps.")] = True,
     copy: Annotated[bool, typer.Option(help="Copy the modelling code into the folder.")] = True,
 ) -> None:
     """Trains backbone and heads (about 45 minutes on two cores) and writes a folder that loads as it stands."""
     torch.set_num_threads(threads)
     work = out / "work"
-    model = train_backbone(work, steps, seed)
+    model = train_backbone(work, steps, seed, compiled)
     write_backbone(model, out)
     if copy:
         copy_code(out)
-    typer.echo(f"static accuracy on 300 held-out problems: {accuracy(model, 300):.1%}")
-    train_heads(out, work, head_steps, seed)
+    typer.echo(f"static accuracy on 100 held-out problems: {accuracy(model, 100):.1%}")
+    train_heads(out, work, head_steps, seed, count, compiled)
 
 
 @app.command()

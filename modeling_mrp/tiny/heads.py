@@ -28,7 +28,14 @@ _SEED = 10_000_000
 _DIRECT_HEAD = "direct_head"
 
 
-def train_heads(model_folder: Path, work: Path, steps: int = STEPS, seed: int = 0) -> None:
+def train_heads(
+    model_folder: Path,
+    work: Path,
+    steps: int = STEPS,
+    seed: int = 0,
+    count: int = PROBLEMS,
+    compile_step: bool = True,
+) -> None:
     """Trains both heads on the backbone in `model_folder` and puts them there.
 
     The residual head goes into `model.safetensors` (keys `mrp.*`) and `config.json`; the direct head into
@@ -39,6 +46,8 @@ def train_heads(model_folder: Path, work: Path, steps: int = STEPS, seed: int = 
         work: folder for recorded states and finished heads; a stage that is there is not run again.
         steps: training steps of each head.
         seed: of data and initialisation.
+        count: problems whose states are recorded.
+        compile_step: whether the training step goes through `torch.compile`.
     """
     for prediction in ("residual", "direct"):
         folder = work / f"{prediction}_head"
@@ -49,10 +58,10 @@ def train_heads(model_folder: Path, work: Path, steps: int = STEPS, seed: int = 
         model = MRPForCausalLM.from_pretrained(model_folder, dtype=torch.float32, head_prediction=prediction).eval()
         fresh_head(model)
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        states = load_or_record(work / "states.pt", model, tokenizer, PROBLEMS, seed, {"mrp_mode": "none"})
+        states = load_or_record(work / "states.pt", model, tokenizer, count, seed, {"mrp_mode": "none"})
         # Under torch.compile plain batched products are faster than sdpa on a CPU.
         model.set_attn_implementation("eager")
-        train_head(model, states, steps, seed)
+        train_head(model, states, steps, seed, compile_step=compile_step)
         model.config.draft_calibration = None
         save_head(model, folder, "sdar-tiny-mrp")
     install_heads(model_folder, work)

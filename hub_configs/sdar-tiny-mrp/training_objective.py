@@ -1,0 +1,1 @@
+../../modeling_mrp/training_objective.py

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput, logging
 from .block_attention import attention_mask_for, check_attention_mask, layout_of_padded, may_see, row_positions
 from .configuration_mrp import MRPConfig, looks_misdeclared
 from .fused_head_input import can_fuse_input, fused_input
+from .generation_config_mrp import MRPGenerationConfig
 from .generation_mrp import MRPGenerationMixin
 from .head_artifact import load_head
 from .residual_objective import training_loss
@@ -91,6 +92,7 @@ class MRPHead(nn.Module):
         for index, layer in enumerate(self.layers):
             layer.self_attn.layer_idx = index
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm.starts_small = True  # see `_init_weights`
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
 
     def forward(
@@ -138,8 +140,9 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, MRPHead):
-            initialization.constant_(module.norm.weight, _FRESH_HEAD_NORM)
+        # Not by `isinstance(module, MRPHead)`: transformers passes over custom modules without weights of their own.
+        if getattr(module, "starts_small", False):
+            initialization.constant_(module.weight, _FRESH_HEAD_NORM)
 
 
 class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
@@ -161,6 +164,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
         self.model = (Qwen3MoeModel if config.num_experts > 0 else Qwen3Model)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp = MRPHead(config)
+        # transformers' own class would drop the MRP fields when it is saved and loaded again.
+        self.generation_config = MRPGenerationConfig.from_model_config(config)
         for layer in (*self.model.layers, *self.mrp.layers):
             # A block step without padding has no mask, and sdpa would then be causal.
             layer.self_attn.is_causal = False
@@ -271,7 +276,19 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
         """
         head = kwargs.pop("mrp_head", None)
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        ignores_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        if info["mismatched_keys"] and not ignores_mismatch:
+            # transformers' own error names neither the weight nor its shapes.
+            name, *shapes = sorted(info["mismatched_keys"])[0]
+            found, wanted = map(list, shapes)
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: {name} has shape {found}; the config asks for {wanted}. "
+                "Set the config's sizes (hidden_size, num_nextn_predict_layers, ...) to those of the weights, or "
+                "convert the checkpoint again with mrp-convert."
+            )
         missing = sorted(key for key in info["missing_keys"] if key.startswith(_HEAD_PREFIX))
         parameters = [name for name, _ in model.named_parameters() if name.startswith(_HEAD_PREFIX)]
         if missing and len(missing) < len(parameters):

@@ -33,12 +33,12 @@ def shifted(problem: Problem) -> Problem:
     return Problem(problem.question, _EQUATION.sub(r"\2 = \1", problem.solution), problem.answer)
 
 
-def run(model: Path, output: Path, data: Path, steps: int, **sections: dict) -> None:
+def run(backbone: Path, output: Path, data: Path, steps: int, **sections: dict) -> None:
     """One run of mrp-train."""
     values = {
         "output": str(output),
         "save": "head",
-        "model": {"path": str(model)},
+        "model": {"path": str(backbone)},
         "head": {"start": "checkpoint"},
         "data": {"train": str(data), "max_length": 320},
         "trainer": {

@@ -44,6 +44,7 @@ def fresh_head(
     settings = {**model.config.to_dict(), "num_nextn_predict_layers": layers, "head_prediction": prediction}
     type(model.config)(**settings)  # raises for values out of range before anything is changed
     model.config.num_nextn_predict_layers, model.config.head_prediction = layers, prediction
+    model.config.draft_calibration = None  # it was fitted on another head's drafts
     head = MRPHead(model.config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..head_artifact import load_head, save_head
+from ..hub.remote_code import AUTO_MAP
 from ..modeling_mrp import MRPForCausalLM
 from .adapters import add_backbone_adapter, add_head_adapter, base_of, load_backbone_adapter
 from .config import TRAINER_DEFAULTS, RunConfig
@@ -181,8 +182,7 @@ def save_result(config: RunConfig, model: Any, tokenizer: Any, metrics: dict[str
         save_head(base, output, config.model.path)
     whole = not backbone_adapted and (config.model.adapter is None or config.model.merge_adapter)
     if config.save in ("model", "both") and whole:
-        MRPForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-        base.config.register_for_auto_class()
+        base.config.auto_map = dict(AUTO_MAP)
         base.save_pretrained(output)
         if tokenizer is not None:
             tokenizer.save_pretrained(output)

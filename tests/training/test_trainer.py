@@ -92,6 +92,9 @@ def test_a_run_writes_a_folder_that_loads(finished, workplace):
     model = MRPForCausalLM.from_pretrained(finished)
     assert model.config.num_nextn_predict_layers == 1
     start = load_file(workplace / "model" / "model.safetensors")
+    config = json.loads((finished / "config.json").read_text())
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert (finished / "residual_objective.py").exists()
     for name, value in model.model.state_dict().items():
         assert torch.equal(value, start[f"model.{name}"]), f"the backbone moved: {name}"
     logs = json.loads((finished / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]

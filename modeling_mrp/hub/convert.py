@@ -5,6 +5,7 @@ about one shard. The result appears complete or not at all (`atomic_folder`).
 """
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -17,17 +18,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
+from ..configuration_mrp import MRPConfig
 from .atomic_folder import atomic_folder
 from .checkpoint_reader import INDEX_NAME, StoredTensor, stored_tensors
 from .console import run_command, say
 from .errors import HubError
+from .model_card import card_metadata, render_card
 from .remote_code import copy_code
 from .source_config import declared_token, generation_config, read_config, write_generation_config
 from .tensor_plan import TensorPlan, head_file_names, head_layers, our_names, plan_tensors
 from .tokenizer_files import write_tokenizer
 
 DTYPES = ("float32", "float16", "bfloat16")
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "*.model", "LICENSE*"]
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "*.model", "LICENSE*", "NOTICE*", "README.md"]
 # Rows of the two LM heads that are compared at a time.
 _ROWS = 4096
 
@@ -51,6 +54,7 @@ def convert_checkpoint(
     head: str | Path | None = None,
     block_length: int | None = None,
     mask_token_id: int | None = None,
+    head_prediction: str | None = None,
     dtype: str | None = None,
     max_shard_size: str | int = "5GB",
     progress: bool = False,
@@ -62,6 +66,7 @@ def convert_checkpoint(
         head: safetensors file or folder with the MRP head's weights, where `source` has none (or to replace its own).
         block_length: overrides the config's `block_size`.
         mask_token_id: overrides the config's.
+        head_prediction: `residual` or `direct`; official configs do not say it, the default is `residual`.
         dtype: `float32`, `float16` or `bfloat16`; default: the backbone's.
         max_shard_size: of a written file, as in `save_pretrained`; also about the memory needed.
 
@@ -79,8 +84,18 @@ def convert_checkpoint(
         backbone = {name: tensor for name, tensor in named.items() if not name.startswith("mrp.")}
         named = {**backbone, **head_file_names(stored_tensors(_local(head)))}
     config, notes = read_config(
-        folder, block_length=block_length, head_layers=head_layers(named), mask_token_id=mask_token_id
+        folder,
+        block_length=block_length,
+        head_layers=head_layers(named),
+        mask_token_id=mask_token_id,
+        head_prediction=head_prediction,
+        other_head=head is not None,
     )
+    if head_prediction is None and config.head_prediction == "residual" and _named_direct(head or source):
+        notes.append(
+            f"WARNING: {head or source} is named like a head trained for direct prediction, but is read as a residual "
+            "head. Convert again with --head-prediction direct if it is one."
+        )
     plan = plan_tensors(named, config, dtype)
     _check_tied(plan)
     config.dtype = plan.dtype
@@ -106,6 +121,7 @@ def convert_checkpoint(
         notes += more
         write_generation_config(generation, target)
         copy_code(target)
+        _write_card(plan, config, folder, str(source), target, destination.name)
     return Conversion(destination, len(plan.tensors), plan.total_bytes, files, plan.has_head, notes)
 
 
@@ -172,6 +188,25 @@ def _check_tied(plan: TensorPlan) -> None:
                 )
 
 
+def _write_card(plan: TensorPlan, config: MRPConfig, folder: Path, source: str, target: Path, title: str) -> None:
+    """A model card that carries the source's licence and name on to `mrp-export`, and the licence's own files."""
+    for file in (*folder.glob("LICENSE*"), *folder.glob("NOTICE*")):
+        shutil.copyfile(file, target / file.name)
+    known = card_metadata(folder)
+    card = render_card(
+        config,
+        {name: tensor.shape for name, tensor in plan.tensors.items()},
+        repo_id=title,
+        license=known.get("license") or "apache-2.0",
+        base_model=known.get("base_model") if Path(source).exists() else source,
+    )
+    card.save(target / "README.md")
+
+
+def _named_direct(source: str | Path) -> bool:
+    return Path(source).stem.lower().endswith("direct")
+
+
 def _local(source: str | Path) -> Path:
     """`source` itself if it exists here, else the downloaded snapshot of that Hub repository (no pickles)."""
     path = Path(source)
@@ -191,6 +226,7 @@ def command(
     ] = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Overrides the config's block_size.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(min=0, help="Overrides the config's mask token.")] = None,
+    head_prediction: Annotated[str | None, typer.Option(help="residual (default) or direct.")] = None,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: as stored.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Size of a written file, about the memory needed.")] = "5GB",
 ) -> None:
@@ -201,6 +237,7 @@ def command(
         head=head,
         block_length=block_length,
         mask_token_id=mask_token_id,
+        head_prediction=head_prediction,
         dtype=dtype,
         max_shard_size=max_shard_size,
         progress=True,

@@ -28,7 +28,6 @@ _COPIED = (
 )  # fmt: skip
 # They beat the arguments of other tools (lm_eval passes max_length), or make greedy decoding random.
 _UNWANTED_GENERATION = ("max_new_tokens", "max_length", "_from_model_config", "temperature", "top_k", "top_p")
-# Names that a previous export, or a converted folder, wrote.
 _OFFICIAL_HEAD = "mrp_modules."
 
 
@@ -77,7 +76,7 @@ def export_model(
         {name: tensor.shape for name, tensor in plan.tensors.items()},
         repo_id=repo_id or destination.name,
         license=license or known.get("license") or "apache-2.0",
-        base_model=base_model or _first(known.get("base_model")),
+        base_model=base_model or known.get("base_model"),
         figures=read_figures(Path(figures)) if figures is not None else None,
         limits=limits,
     )
@@ -141,11 +140,6 @@ def _write_configs(source: Path, config: MRPConfig, target: Path) -> None:
 
 def _default_generation(config: MRPConfig) -> dict:
     return {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-
-
-def _first(value: object) -> str | None:
-    found = value[0] if isinstance(value, list) and value else value
-    return found if isinstance(found, str) else None
 
 
 def command(

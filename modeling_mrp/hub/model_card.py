@@ -25,7 +25,7 @@ def render_card(
     *,
     repo_id: str,
     license: str = "apache-2.0",
-    base_model: str | None = None,
+    base_model: str | list[str] | None = None,
     figures: str | None = None,
     limits: str | None = None,
 ) -> ModelCard:
@@ -39,6 +39,8 @@ def render_card(
         figures: Markdown of measured results (see `read_figures`).
         limits: what the model is not good for, instead of the general text.
     """
+    if isinstance(base_model, list):
+        base_model = base_model[0] if base_model else None
     head = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("mrp."))
     backbone = sum(map(math.prod, shapes.values())) - head
     data = ModelCardData(

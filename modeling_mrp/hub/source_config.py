@@ -31,7 +31,13 @@ _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty",
 
 
 def read_config(
-    source: Path, *, block_length: int | None, head_layers: int | None, mask_token_id: int | None
+    source: Path,
+    *,
+    block_length: int | None,
+    head_layers: int | None,
+    mask_token_id: int | None,
+    head_prediction: str | None = None,
+    other_head: bool = False,
 ) -> tuple[MRPConfig, list[str]]:
     """Our config for the checkpoint folder `source`, and notes on what was changed.
 
@@ -39,6 +45,8 @@ def read_config(
         block_length: overrides the declared `block_size`.
         head_layers: head layers found among the weights, `None` for no head.
         mask_token_id: overrides the declared mask token.
+        head_prediction: what the head predicts, `residual` or `direct`, where the config does not say.
+        other_head: whether the head comes from elsewhere, so that the declared number of its layers means nothing.
 
     Raises:
         HubError: no config.json, another kind of model, or values that `MRPConfig` refuses.
@@ -56,7 +64,7 @@ def read_config(
     notes = _dropped(declared, known)
     if head_layers is not None:
         stated = declared.get("num_nextn_predict_layers")
-        if stated not in (None, head_layers):
+        if not other_head and stated not in (None, head_layers):
             raise HubError(
                 f"{source / 'config.json'} says num_nextn_predict_layers={stated}, but the weights hold a head of "
                 f"{head_layers} layers. Download config and weights of one revision."
@@ -68,6 +76,8 @@ def read_config(
             notes.append(f"block_size: {declared.get('block_size')} -> {block_length}, as asked.")
     if mask_token_id is not None:
         kept["mask_token_id"] = mask_token_id
+    if head_prediction is not None:
+        kept["head_prediction"] = head_prediction
     try:
         config = MRPConfig(architectures=declared.get("architectures"), **kept)
     except (ValueError, TypeError) as error:

@@ -169,6 +169,34 @@ def test_backbone_and_head_from_two_places(tmp_path, naming):
     assert any("F32" in note for note in result.notes)
 
 
+def test_another_head_may_have_another_number_of_layers(tmp_path):
+    official.write_checkpoint(tmp_path / "source")
+    other = official.write_checkpoint(tmp_path / "other-direct", config={"num_nextn_predict_layers": 1})
+    result = convert_checkpoint(tmp_path / "source", tmp_path / "out", head=tmp_path / "other-direct")
+    found = all_tensors(tmp_path / "out")
+    assert all(torch.equal(found[our_name(k)], t) for k, t in other.items() if "mrp_modules" in k)
+    assert not any(name.startswith("mrp.layers.1.") for name in found)
+    # Official configs do not say what a head predicts; the publishers' names do.
+    assert any("--head-prediction direct" in note for note in result.notes)
+    options = {"head": tmp_path / "other-direct", "head_prediction": "direct"}
+    result = convert_checkpoint(tmp_path / "source", tmp_path / "direct", **options)
+    assert json.loads((tmp_path / "direct" / "config.json").read_text())["head_prediction"] == "direct"
+    assert not any("WARNING" in note for note in result.notes)
+
+
+def test_licence_and_origin_are_carried_on(tmp_path):
+    source = tmp_path / "source"
+    official.write_checkpoint(source, tokenizer=False)
+    (source / "LICENSE").write_text("Terms")
+    (source / "README.md").write_text("---\nlicense: mit\nbase_model: JetLM/SDAR-4B-Chat\n---\n# Theirs\n")
+    convert_checkpoint(source, tmp_path / "my-model")
+    card = (tmp_path / "my-model" / "README.md").read_text()
+    assert "license: mit" in card
+    assert "base_model: JetLM/SDAR-4B-Chat" in card
+    assert "# my-model" in card
+    assert (tmp_path / "my-model" / "LICENSE").read_text() == "Terms"
+
+
 def test_a_plain_checkpoint_stays_without_a_head_and_says_so(tmp_path):
     official.write_checkpoint(tmp_path / "source", head=False)
     result = convert_checkpoint(tmp_path / "source", tmp_path / "out")

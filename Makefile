@@ -10,10 +10,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m modeling_mrp.demo $(DEMO)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 test-matrix: $(VENV)/.dev
 	.ci/test-matrix

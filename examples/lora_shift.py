@@ -42,7 +42,7 @@ def run(backbone: Path, output: Path, data: Path, steps: int, **sections: dict) 
         "head": {"start": "checkpoint"},
         "data": {"train": str(data), "max_length": 320},
         "trainer": {
-            "per_device_train_batch_size": 8, "max_steps": steps, "learning_rate": 3e-3, "save_strategy": "no",
+            "per_device_train_batch_size": 3, "max_steps": steps, "learning_rate": 3e-3, "save_strategy": "no",
             "use_cpu": not torch.cuda.is_available(), "dataloader_pin_memory": False,
         },
     }  # fmt: skip

@@ -315,6 +315,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with this package's own key names (`mrp.*`), whatever names were loaded."""
         kwargs.setdefault("save_original_format", False)
+        if self._auto_class is not None:
+            # transformers notes one auto class; this model answers to two.
+            name = f"{type(self).__module__.rsplit('.', 1)[-1]}.{type(self).__name__}"
+            known = getattr(self.config, "auto_map", None) or {}
+            self.config.auto_map = {**known, "AutoModel": name, "AutoModelForCausalLM": name}
         super().save_pretrained(*args, **kwargs)
 
 

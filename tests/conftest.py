@@ -9,10 +9,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from paths import DATA, ROOT
 from transformers.utils import logging
 
-ROOT = Path(__file__).resolve().parents[1]
-DATA = Path(__file__).resolve().parent / "data"
 # The benchmarks hold the random models and the fuzzer's cases, which the tests draw from too.
 sys.path.insert(0, str(ROOT))
 

@@ -62,7 +62,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), ARGUMENTS, ids=[str(entry[0])[:50] for entry in ARGUMENTS])
+@pytest.mark.parametrize(("arguments", "words"), ARGUMENTS, ids=["-".join(entry[0]) for entry in ARGUMENTS])
 def test_arguments_are_refused(arguments, words):
     """Guards arguments that are swallowed, which transformers does with most attributes of a config."""
     with pytest.raises((ValueError, TypeError)) as error:

@@ -68,6 +68,15 @@ def test_uneven_schedules_are_lossless(steps):
     assert_equal(speculative_case(denoising_steps=steps))
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_steps_are_part_of_a_state(seed):
+    """Guards a state that is reached at another step than it was drafted for: its noise is that of its own step."""
+    assert_equal(speculative_case(
+        model=("fitted", 0, False, False), remasking_strategy="low_confidence_dynamic", confidence_threshold=0.3,
+        do_sample=True, temperature=1.0, top_k=0, seed=seed, draft_states=32, block_length=4, denoising_steps=4,
+    ))  # fmt: skip
+
+
 def test_an_adversarial_head_costs_speed_only():
     """Guards a test that could not fail: the adversarial head's drafts are in fact refused, and the zero head's are
     those of the zero drafter."""

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from paths import ROOT
 
 from benchmarks.random_models import random_model
 from modeling_mrp import MRPForCausalLM

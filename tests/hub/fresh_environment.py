@@ -16,21 +16,23 @@ from packaging.requirements import Requirement
 
 def requirements_of(names: list[str]) -> list[str]:
     """Names of the installed distributions that `names` require, directly or not, themselves included."""
-    found: dict[str, None] = {}
-    open_names = list(names)
-    while open_names:
-        name = re.sub(r"[-_.]+", "-", open_names.pop()).lower()
-        if name in found:
+    found: dict[str, set[str]] = {}
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        wanted = waiting.pop()
+        name, extras = re.sub(r"[-_.]+", "-", wanted.name).lower(), {"", *wanted.extras}
+        if extras <= found.get(name, set()):
             continue
         try:
-            required = distribution(name).requires or []
+            lines = distribution(name).requires or []
         except PackageNotFoundError:
             continue
-        found[name] = None
-        for line in required:
+        found[name] = extras | found.get(name, set())
+        for line in lines:
             requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                open_names.append(requirement.name)
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in found[name]):
+                waiting.append(requirement)
     return list(found)
 
 

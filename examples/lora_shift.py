@@ -2,7 +2,7 @@
 
     python examples/lora_shift.py --model hub_configs/sdar-tiny-mrp --work /tmp/lora_shift
 
-The shift: equations are written from the right, `24 = 20 + 4`. Two runs of mrp-train: an adapter on the backbone by
+The shift: another notation of the equations, `(20 + 4) == 24`, or, harder, from the right, `24 = 20 + 4`. Two runs of mrp-train: an adapter on the backbone by
 its own masked cross-entropy, then the head, continued on the adapted backbone. Drafts are counted as lossless tokens
 per backbone forward, with 8 states.
 """
@@ -26,11 +26,12 @@ from modeling_mrp.training.config import config_from
 from modeling_mrp.training.run import train
 
 _EQUATION = re.compile(r"(\d+ [-+*] \d+) = (\d+)")
+_SHIFTS = {"notation": r"(\1) == \2", "reversed": r"\2 = \1"}
 
 
-def shifted(problem: Problem) -> Problem:
-    """The problem with its equations written from the right."""
-    return Problem(problem.question, _EQUATION.sub(r"\2 = \1", problem.solution), problem.answer)
+def shifted(problem: Problem, shift: str) -> Problem:
+    """The problem with its equations in the other notation."""
+    return Problem(problem.question, _EQUATION.sub(_SHIFTS[shift], problem.solution), problem.answer)
 
 
 def run(backbone: Path, output: Path, data: Path, steps: int, **sections: dict) -> None:
@@ -73,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("hub_configs/sdar-tiny-mrp"))
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--shift", choices=list(_SHIFTS), default="notation")
     parser.add_argument("--adapter-steps", type=int, default=200)
     parser.add_argument("--head-steps", type=int, default=150)
     parser.add_argument("--problems", type=int, default=100)
@@ -80,7 +82,7 @@ def main() -> None:
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
     data = work / "shifted.jsonl"
-    rows = (shifted(problem) for problem in islice(problems("train", 20_000_000), 4000))
+    rows = (shifted(problem, arguments.shift) for problem in islice(problems("train", 20_000_000), 4000))
     data.write_text("".join(json.dumps({"prompt": row.question, "response": row.solution}) + "\n" for row in rows))
     adapter = {"adapter": str(work / "adapter" / "adapter")}
     run(
@@ -93,7 +95,7 @@ def main() -> None:
     )  # fmt: skip
 
     before = list(islice(problems("held-out", 0), arguments.problems))
-    after = [shifted(problem) for problem in before]
+    after = [shifted(problem, arguments.shift) for problem in before]
     lines = []
     for name, adapted, head, chosen in (
         ("backbone, its head, its task", False, None, before),

@@ -3,7 +3,7 @@
     python examples/lora_shift.py --model hub_configs/sdar-tiny-mrp --work /tmp/lora_shift
 
 The shift: another notation of the equations, `(20 + 4) == 24`, or, harder, from the right, `24 = 20 + 4`. Two runs of
-mrp-train: an adapter on the backbone by its own masked cross-entropy, then the head, continued on the adapted backbone.
+mrp-train: an adapter on the backbone by its own masked cross-entropy, then the head, on the adapted backbone.
 Drafts are counted as lossless tokens per backbone forward, with 8 states.
 """
 

@@ -18,7 +18,8 @@ def random_config(**overrides: Any) -> MRPConfig:
     values: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "block_size": 4, "mask_token_id": MASK, "num_nextn_predict_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "block_size": 4, "mask_token_id": MASK, "num_nextn_predict_layers": 2,
     }  # fmt: skip
     if overrides.pop("moe", False):
         values |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

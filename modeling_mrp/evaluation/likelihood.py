@@ -70,9 +70,9 @@ class _PrefixCache:
 
 
 class _Block(NamedTuple):
-    """One block of the sequence: its index, its known tokens, and the offsets of continuation positions."""
+    """One block of the sequence: its number, its known tokens, and the offsets of continuation positions."""
 
-    index: int
+    number: int
     tokens: list[int]
     scored: list[int]
 
@@ -117,11 +117,11 @@ class BlockLikelihood:
         if not continuation:
             raise ValueError("the continuation is empty; give at least one token.")
         value, variance, samples, states, first = 0.0, 0.0, 0, 0, True
-        for number, block in enumerate(self._blocks(context, continuation)):
-            cache = self._cache_before(context + continuation, block.index, keep=number == 0)
-            subsets, orders = self._subsets(len(block.scored), block.index)
+        for place, block in enumerate(self._blocks(context, continuation)):
+            cache = self._cache_before(context + continuation, block.number, keep=place == 0)
+            subsets, orders = self._subsets(len(block.scored), block.number)
             scores = self._scores(block, cache, subsets)
-            if number == 0:
+            if place == 0:
                 first = self._first_pick_agrees(block, cache)
             mean, error_variance = self._combine(scores, orders, len(block.scored))
             value, variance, states = value + mean, variance + error_variance, states + len(subsets)
@@ -168,20 +168,22 @@ class BlockLikelihood:
             return mean, 0.0
         return mean, sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values)
 
-    def _scores(self, block: _Block, cache: _PrefixCache, subsets: list[frozenset[int]]) -> dict:
+    def _scores(
+        self, block: _Block, cache: _PrefixCache, subsets: list[frozenset[int]]
+    ) -> dict[frozenset[int], Tensor]:
         """`[n]` float64 log-probabilities of the block's scored tokens, for every revealed subset."""
         length, device = self.block_length, self.model.device
         scored = torch.tensor(block.scored, device=device)
         truth = torch.tensor([block.tokens[i] for i in block.scored], device=device)
         base = self._masked_block(block)
-        scores = {}
+        scores: dict[frozenset[int], Tensor] = {}
         for begin in range(0, len(subsets), self.batch_size):
             chunk = subsets[begin : begin + self.batch_size]
             states = base.repeat(len(chunk), 1)
             for row, subset in enumerate(chunk):
                 shown = scored[sorted(subset)]
                 states[row, shown] = truth[sorted(subset)]
-            hidden = self._backbone(states, block.index * length, cache)
+            hidden = self._backbone(states, block.number * length, cache)
             log_p = self._log_probabilities(hidden[:, scored])
             picked = log_p.gather(-1, truth.expand(len(chunk), -1)[..., None])[..., 0].double().cpu()
             scores.update(zip(chunk, picked, strict=True))
@@ -190,7 +192,7 @@ class BlockLikelihood:
     def _first_pick_agrees(self, block: _Block, cache: _PrefixCache) -> bool:
         """Whether the most confident position of the block, continuation all masked, holds the right token."""
         states = self._masked_block(block)[None]
-        log_p = self._log_probabilities(self._backbone(states, block.index * self.block_length, cache))[0]
+        log_p = self._log_probabilities(self._backbone(states, block.number * self.block_length, cache))[0]
         confidence, token = log_p[block.scored[0] :].max(dim=-1)
         offset = block.scored[0] + int(confidence.argmax())
         return offset not in block.scored or int(token[offset - block.scored[0]]) == block.tokens[offset]

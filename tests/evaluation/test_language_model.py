@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import TASKS
+from evaluation_models import TASKS
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import make_model
+from evaluation_models import make_model
 
 from modeling_mrp.evaluation.likelihood import BlockLikelihood
 

@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from conftest import TASKS
+from evaluation_models import TASKS
 
 from modeling_mrp.evaluation import sweep
 from modeling_mrp.evaluation.sweep import DEFAULT_GRID, ResultsFile, expand

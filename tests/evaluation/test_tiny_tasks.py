@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from conftest import TASKS
+from evaluation_models import TASKS
 from lm_eval.tasks import TaskManager
 
 from modeling_mrp.evaluation import tiny_data

@@ -44,6 +44,9 @@ def main(
     """Generates in every mode and shows text, correctness, backbone forwards, tokens per forward and time."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if model == str(TINY_MODEL):
+        # So small that a second thread only waits for the first.
+        torch.set_num_threads(1)
     console = Console()
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True, dtype=torch.float32).eval()

@@ -228,7 +228,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
             block_length: default `config.block_size`.
 
         Raises:
-            ValueError: for ids outside the vocabulary, or a mask of a wrong shape, with holes or empty rows.
+            ValueError: for a mask of a wrong shape, with holes or empty rows.
         """
         if input_ids is None:
             raise ValueError("forward needs input_ids ([batch, tokens]); inputs_embeds are not supported.")

@@ -1,6 +1,6 @@
 """A head on a backbone that moves: LoRA on a shifted task, what the old head still drafts there, and its recovery.
 
-    python examples/lora_shift.py --model hub_configs/sdar-tiny-mrp --work /tmp/lora_shift
+    python examples/lora_shift.py --model hub_configs/sdar-tiny-mrp --work work/lora_shift
 
 The shift: another notation of the equations, `(20 + 4) == 24`, or, harder, from the right, `24 = 20 + 4`. Two runs of
 mrp-train: an adapter on the backbone by its own masked cross-entropy, then the head, on the adapted backbone.

@@ -113,9 +113,7 @@ def test_lora_on_the_backbone_by_denoising(workplace, tmp_path):
         workplace, tmp_path, model={"lora_rank": 2}, head={"start": "checkpoint"}, objective={"loss": "denoising"}
     )
     train(config)
-    adapted = PeftModel.from_pretrained(
-        MRPForCausalLM.from_pretrained(workplace / "model"), tmp_path / "adapter"
-    )
+    adapted = PeftModel.from_pretrained(MRPForCausalLM.from_pretrained(workplace / "model"), tmp_path / "adapter")
     assert any("lora_B" in name and p.abs().sum() > 0 for name, p in adapted.named_parameters())
     assert_lossless(adapted)
 

@@ -13,7 +13,8 @@ from evaluation_models import TASKS
 from lm_eval.tasks import TaskManager
 
 from modeling_mrp.evaluation import tiny_data
-from modeling_mrp.tiny.task import is_correct, problems
+from modeling_mrp.tiny.task import Problem, is_correct, problems
+from modeling_mrp.tiny.tokenizer import build_tokenizer
 
 DATA = TASKS / "tiny" / "data" / "problems.jsonl"
 TINY_MODEL = TASKS.parent / "hub_configs" / "sdar-tiny-mrp"
@@ -43,22 +44,43 @@ def test_choices_hold_the_solution_s_result():
         assert row["solution"].startswith(f"{row['started']} {row['choices'][row['label']]}")
 
 
-@pytest.mark.parametrize("name", ["mrp_tiny", "mrp_tiny_chat"])
-def test_scores_are_those_of_the_tiny_task(name):
+def load(name):
     task = TaskManager(include_path=str(TASKS), include_defaults=False).load([name])["tasks"][name]
-    docs = list(task.test_docs())
-    for doc in docs[:20]:
+    task.set_fewshot_seed(1)
+    return task
+
+
+def test_scores_are_those_of_the_tiny_task():
+    task = load("mrp_tiny")
+    for doc in list(task.test_docs())[:20]:
         assert task.process_results(doc, [doc["solution"]]) == {"exact_match": 1, "answered": 1}
         assert task.process_results(doc, [doc["solution"] + "9"])["exact_match"] == 0
         assert task.process_results(doc, [doc["solution"].split("####")[0]]) == {"exact_match": 0, "answered": 0}
+        assert is_correct(doc["solution"], Problem(doc["question"], doc["solution"], doc["answer"]))
 
-    class Problem:
-        answer = docs[0]["answer"]
 
-    assert is_correct(docs[0]["solution"], Problem)
-    text = task.doc_to_text(docs[0])
-    marked = f"<|user|>{docs[0]['question']}<|im_end|><|assistant|>"
-    assert text == (marked if name == "mrp_tiny" else docs[0]["question"])
+@pytest.mark.parametrize("name", ["mrp_tiny", "mrp_tiny_choice"])
+def test_prompts_are_the_same_with_and_without_the_chat_template(name):
+    tokenizer = build_tokenizer()
+
+    def chat(history, add_generation_prompt=True):
+        return tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    prompts = []
+    for applied in (False, True):
+        task = load(name)
+        task.build_all_requests(
+            limit=3, rank=0, world_size=1, apply_chat_template=applied, chat_template=chat if applied else None
+        )
+        prompts.append([instance.args[:2] for instance in task.instances])
+    assert prompts[0] == prompts[1]
+    row = shipped()[0]
+    prompt = f"<|user|>{row['question']}<|im_end|><|assistant|>"
+    if name == "mrp_tiny":
+        assert prompts[0][0][0] == prompt
+    else:
+        wanted = [(prompt + row["started"], f" {choice}") for choice in row["choices"]]
+        assert prompts[0][:4] == wanted
 
 
 def run(module: list[str], *arguments: str, **variables: str) -> None:

@@ -66,5 +66,6 @@ def sdar_tokenizer() -> Any:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         mask_token="<|MASK|>",
+        extra_special_tokens={"im_start_token": "<|im_start|>"},
         chat_template=(DATA / "sdar_chat_template.jinja").read_text(),
     )

@@ -84,8 +84,10 @@ def test_every_layout_in_every_mode_gives_the_ids_of_its_source(tmp_path):
     names = [f"somebody/{name}" for name in layouts]
     loaded = json.loads(run(python, ["-c", SCRIPT, *names], home).split("RESULT")[1])
     for name in layouts:
-        # The source: the official files, read by this package without conversion.
-        model = MRPForCausalLM.from_pretrained(tmp_path / name / "source", dtype="auto").eval()
+        # The source: the official files, read by this package without conversion, as their weights are stored (which
+        # "auto" would not do: their configs say bfloat16).
+        dtype = layouts[name].get("dtype", torch.bfloat16)
+        model = MRPForCausalLM.from_pretrained(tmp_path / name / "source", dtype=dtype).eval()
         model.config._experts_implementation = "eager"
         prompt = AutoTokenizer.from_pretrained(tmp_path / name / "ours")("3+4=", return_tensors="pt")
         for mode in MODES:

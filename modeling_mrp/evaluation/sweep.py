@@ -110,10 +110,9 @@ class ResultsFile:
             writer.writerow(row)
 
 
-def measure(lm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any] | None:
+def measure(lm: Any, manager: Any, point: Point, options: argparse.Namespace) -> dict[str, Any] | None:
     """Runs one point through the harness; its row (`None` on processes other than the first)."""
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
     from .results import figures_in_results
 
@@ -122,7 +121,7 @@ def measure(lm: Any, point: Point, options: argparse.Namespace) -> dict[str, Any
         results = simple_evaluate(
             lm,
             tasks=[options.task],
-            task_manager=TaskManager(include_path=options.include_path),
+            task_manager=manager,
             limit=options.limit,
             gen_kwargs={**options.gen_kwargs, **point.settings},
             apply_chat_template=options.apply_chat_template,
@@ -184,15 +183,18 @@ def run(options: argparse.Namespace) -> None:
     done = {row["settings"] for row in results.rows()}
     missing = [point for point in points if point.key not in done]
     if missing:
+        from lm_eval.tasks import TaskManager
+
         from .language_model import MRPLM
 
+        manager = TaskManager(include_path=options.include_path)
         lm: Any = MRPLM.create_from_arg_string(
             options.model_args,
             {"batch_size": options.batch_size, "max_batch_size": options.max_batch_size, "device": options.device},
         )
         for number, point in enumerate(missing, 1):
             logger.warning(f"sweep: point {number} of {len(missing)} ({len(done)} were there): {point.key}")
-            row = measure(lm, point, options)
+            row = measure(lm, manager, point, options)
             lm.barrier()
             if row is not None:
                 results.append(row)

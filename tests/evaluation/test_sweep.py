@@ -63,20 +63,18 @@ def test_interrupted_it_continues(model_folder, tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     measure, measured = sweep.measure, []
 
-    def interrupted(lm, point, options):
+    def interrupted(lm, manager, point, options):
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(point.key)
-        return measure(lm, point, options)
+        return measure(lm, manager, point, options)
 
     monkeypatch.setattr(sweep, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sweep.main(arguments)
     assert len(ResultsFile(out / "results.csv").rows()) == 2
     again = []
-    monkeypatch.setattr(
-        sweep, "measure", lambda lm, point, options: (again.append(point.key), measure(lm, point, options))[1]
-    )
+    monkeypatch.setattr(sweep, "measure", lambda *a: (again.append(a[2].key), measure(*a))[1])
     sweep.main(arguments)
     assert len(again) == 3
     assert not set(again) & set(measured)

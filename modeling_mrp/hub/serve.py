@@ -14,7 +14,7 @@ import typer
 from ..generation_config_mrp import resolve_options
 from ..modeling_mrp import MRPForCausalLM
 from .errors import HubError
-from .stop_text import StopText
+from .stop_text import StoppingQueue, StopText
 
 _DEFAULT_NEW_TOKENS = 1024
 # Attributes on a request's generation config; generate() ignores names with an underscore.
@@ -119,20 +119,8 @@ def install() -> None:
 
         stops: list[str] = []
 
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self._text = StopText(self.stops)
-
-        def _enqueue(self, item: Any) -> None:
-            if isinstance(item, str) and type(item) is str:
-                item = self._text.push(item)
-                if not item:
-                    return
-            elif item is None:
-                rest = self._text.rest()
-                if rest:
-                    super()._enqueue(rest)
-            super()._enqueue(item)
+        def __init__(self, tokenizer: Any, loop: Any, queue: Any, *args: Any, **kwargs: Any):
+            super().__init__(tokenizer, loop, StoppingQueue(queue, self.stops), *args, **kwargs)
 
     class Manager(utils.GenerateManager):
         """Checks a request before it generates for it."""
@@ -167,6 +155,7 @@ def install() -> None:
         return Handler
 
     def build_server(*args: Any, **kwargs: Any):
+        _list_the_pinned_model(args[0] if args else kwargs["model_manager"])
         app = original_server(*args, **kwargs)
 
         def reply(status: int, message: str) -> JSONResponse:
@@ -196,6 +185,14 @@ def install() -> None:
         handler = with_checks(getattr(module, name))
         handler._wants_messages = wants  # type: ignore[attr-defined]
         setattr(module, name, handler)
+
+
+def _list_the_pinned_model(manager: Any) -> None:
+    """Before transformers 5.24, `/v1/models` listed the Hub cache only, and failed where there is none."""
+    if hasattr(manager, "list_models") or manager.force_model is None:
+        return
+    model = {"id": manager.force_model, "object": "model", "created": 0, "owned_by": ""}
+    manager.get_gen_models = lambda *_, **__: [model]
 
 
 def _strings(stop: Any) -> list[str]:

@@ -1,5 +1,7 @@
 """Text up to the first stop string, from pieces."""
 
+from typing import Any
+
 
 class StopText:
     """Hands text on piece by piece, up to and without the first stop string.
@@ -41,3 +43,20 @@ class StopText:
             if stop.startswith(text[-length:]):
                 return length
         return 0
+
+
+class StoppingQueue:
+    """A queue of text pieces and other items (`None` ends it) that ends the text at the first stop string."""
+
+    def __init__(self, queue: Any, stops: list[str]):
+        self._queue, self._text = queue, StopText(stops)
+
+    def put_nowait(self, item: Any) -> None:
+        """Passes `item` on; of text, what may be shown. Subclasses of `str` are no part of the answer."""
+        if type(item) is str:
+            item = self._text.push(item)
+            if not item:
+                return
+        elif item is None and (rest := self._text.rest()):
+            self._queue.put_nowait(rest)
+        self._queue.put_nowait(item)

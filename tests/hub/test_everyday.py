@@ -95,17 +95,24 @@ def test_continuous_batching_is_refused(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_layers_decode_the_same(converted, model, backend):
+@pytest.mark.parametrize("part", ["mlp", "layer"])
+def test_compiled_parts_decode_the_same(converted, model, backend, part):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = MRPForCausalLM.from_pretrained(converted).eval()
     for layer in [*compiled.model.layers, *compiled.mrp.layers]:
-        layer.compile(backend=backend, dynamic=True)
+        (layer.mlp if part == "mlp" else layer).compile(backend=backend, dynamic=True)
     for mode in MODES:
         expected = model.generate(PROMPT, mrp_mode=mode, max_new_tokens=12)
         assert torch.equal(compiled.generate(PROMPT, mrp_mode=mode, max_new_tokens=12), expected), mode
+    if part == "mlp":
+        # One compilation for all layers and shapes (and one for a batch of one).
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 @pytest.mark.slow
 def test_a_compiled_forward(converted, model):
+    torch.compiler.reset()
     compiled = torch.compile(MRPForCausalLM.from_pretrained(converted).eval(), backend="aot_eager", dynamic=True)
     with torch.no_grad():
         for ids in (PROMPT, PROMPT.repeat(2, 3)):

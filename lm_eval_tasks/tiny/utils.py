@@ -1,4 +1,4 @@
-"""The tiny task: 400 held-out word problems that ship beside this file (see `modeling_mrp.evaluation.tiny_data`)."""
+"""The tiny task: 300 held-out word problems that ship beside this file (see `modeling_mrp.evaluation.tiny_data`)."""
 
 import json
 import re

@@ -1,7 +1,7 @@
 """Writes the data of the lm-eval tasks `mrp_tiny*`: `python -m modeling_mrp.evaluation.tiny_data`.
 
-The problems come from the held-out stream of the tiny task, with a seed that nothing else uses, so no training step
-has seen them (a short problem may still arise twice by chance).
+They are the held-out problems of the tiny model's card (`benchmarks/tiny.py`: the same seed and count), so that the
+harness reproduces the card's accuracy. Neither training nor any choice of settings has used that seed.
 """
 
 import argparse
@@ -9,29 +9,23 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..tiny.batches import encode
 from ..tiny.task import Problem, problems
-from ..tiny.tokenizer import build_tokenizer
 
-SEED = 606
-COUNT = 400
+SEED = 1
+COUNT = 300
 DEFAULT_OUT = Path(__file__).parents[2] / "lm_eval_tasks" / "tiny" / "data" / "problems.jsonl"
 _LAST_EQUATION = re.compile(r"=\s*(\d+)[^=]*\n####", re.DOTALL)
 
 
 def rows(count: int = COUNT, seed: int = SEED) -> Iterator[dict[str, Any]]:
-    """`count` different problems that fit the tiny model's window, with a multiple-choice form each."""
-    tokenizer, seen = build_tokenizer(), set[str]()
+    """The first `count` problems of a held-out seed, with a multiple-choice form each."""
     rng = random.Random(seed)
-    for problem in problems("held-out", seed):
-        if len(seen) == count:
-            return
-        if problem.question not in seen and encode(problem, tokenizer) is not None:
-            seen.add(problem.question)
-            yield {"id": len(seen) - 1, **_columns(problem, rng)}
+    for number, problem in enumerate(islice(problems("held-out", seed), count)):
+        yield {"id": number, **_columns(problem, rng)}
 
 
 def _columns(problem: Problem, rng: random.Random) -> dict[str, Any]:

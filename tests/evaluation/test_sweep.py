@@ -4,8 +4,11 @@ import csv
 import json
 
 import pytest
+import torch
 from evaluation_models import TASKS
+from transformers import AutoTokenizer
 
+from modeling_mrp import MRPForCausalLM
 from modeling_mrp.evaluation import sweep
 from modeling_mrp.evaluation.sweep import DEFAULT_GRID, ResultsFile, expand
 
@@ -48,6 +51,19 @@ def test_a_half_written_row_is_dropped(tmp_path):
     assert [r["settings"] for r in file.rows()] == ["a", "c"]
 
 
+def counts_of_first_problems(folder, count, **options):
+    """New tokens and backbone forwards of the model itself on the first problems of the task, one row at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = MRPForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = forwards = 0
+    for line in (TASKS / "tiny" / "data" / "problems.jsonl").read_text().splitlines()[:count]:
+        chat = [{"role": "user", "content": json.loads(line)["question"]}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        output = model.generate(**inputs, return_dict_in_generate=True, **options)
+        tokens, forwards = tokens + int(output.new_tokens), forwards + int(output.backbone_forwards)
+    return tokens, forwards
+
+
 def test_interrupted_it_continues(model_folder, tmp_path, monkeypatch, capsys):
     grid = tmp_path / "grid.yaml"
     grid.write_text(
@@ -83,10 +99,13 @@ def test_interrupted_it_continues(model_folder, tmp_path, monkeypatch, capsys):
     assert [row["settings"] for row in rows] == [point.key for point in expand(sweep.read_grid(grid))]
     by_key = {row["settings"]: row for row in rows}
     plain = by_key[json.dumps({"mrp_mode": "none"})]
-    assert float(plain["tokens_per_forward"]) == 1.0
     assert plain["metric"] == "exact_match,none"
     direct = by_key[json.dumps({"mrp_mode": "direct", "mrp_steps": 2}, sort_keys=True)]
-    assert float(direct["tokens_per_forward"]) > 1.5
+    for row, options in ((plain, {"mrp_mode": "none"}), (direct, {"mrp_mode": "direct", "mrp_steps": 2})):
+        tokens, forwards = counts_of_first_problems(model_folder, 3, max_new_tokens=8, **options)
+        assert (int(row["new_tokens"]), int(row["backbone_forwards"])) == (tokens, forwards)
+        assert float(row["tokens_per_forward"]) == pytest.approx(tokens / forwards, abs=1e-3)
+    assert int(direct["backbone_forwards"]) < int(plain["backbone_forwards"])
     assert (out / "quality_speed.png").stat().st_size > 10_000
     table = (out / "results.md").read_text()
     assert table.count("\n| none low_confidence_dynamic |") == 2

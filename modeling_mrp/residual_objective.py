@@ -32,7 +32,8 @@ from .noising import (
 )
 from .residual_kl import residual_kl
 from .residual_kl_torch import ResidualKL, default_chunk
-from .training_metrics import log_odds_of, pick_tokens, step_metrics
+from .row_losses import certain_kl_rows, reverse_kl_rows
+from .training_metrics import pick_tokens, step_metrics
 from .training_objective import TrainingObjective
 from .training_passes import LAYOUTS, TrainingPasses
 
@@ -53,6 +54,8 @@ def training_loss(
     noise_mask: Tensor | None = None,
     noise_rate: Tensor | None = None,
     reveals: Tensor | None = None,
+    record_rows: Tensor | None = None,
+    recorded_states: Any = None,
     all_metrics: bool | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the metrics of one batch.
@@ -66,6 +69,8 @@ def training_loss(
         noise_seed, noise_draw: of `NoiseSource`; the seed is drawn from torch's global generator by default.
         noise_mask, noise_rate: `[batch, tokens]` bool and float32: the first states, instead of drawn ones.
         reveals: `[steps, batch, tokens]` bool: true tokens to reveal in each step, instead of the reveal rule.
+        record_rows: `[batch, tokens]` int64, each token's row in `recorded_states`, for `layout="recorded"`.
+        recorded_states: `training.recorded_states.RecordedStates`, the backbone's hidden states of these samples.
         all_metrics: also compute the metrics that cost another product with the LM head. Default: in eval mode.
 
     Returns:
@@ -87,8 +92,9 @@ def training_loss(
     trains_backbone = objective.loss == "denoising"
     model.model.train(was_training and trains_backbone)
     try:
+        extra = {"rows": record_rows, "states": recorded_states} if objective.layout == "recorded" else {}
         passes = LAYOUTS[objective.layout](
-            model, grid, objective.head_prefix, objective.gradient_checkpointing, trains_backbone
+            model, grid, objective.head_prefix, objective.gradient_checkpointing, trains_backbone, **extra
         )
         chain = _Chain(model, grid, passes, objective, source, noise, reveals, reveal_order)
         if all_metrics is None:
@@ -123,7 +129,7 @@ class _Chain:
 
     def denoising(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The backbone's masked cross-entropy on the first states."""
-        hidden = self.passes.backbone(self.ids)
+        hidden = self.passes.backbone(self.ids, self.masked)
         chosen = self.masked
         loss = self._cross_entropy(hidden[chosen], self.truth.expand_as(chosen)[chosen])
         total = self._normalized((loss * self.weight[chosen]).sum(), self.weight[chosen].sum(), self._length(chosen))
@@ -134,7 +140,7 @@ class _Chain:
         objective = self.objective
         sequential = self.reveals is None and objective.reveal_rule in ("confident", "drafted")
         targets = None if sequential else self._targets_at_once()
-        first = self.passes.backbone(self.ids) if targets is None else targets[0][1]
+        first = self.passes.backbone(self.ids, self.masked) if targets is None else targets[0][1]
         # The states' first hidden state is a constant: `backbone` runs without gradients.
         accumulated, before, total = first, first, first.new_zeros((), dtype=torch.float32)
         picks_from = first
@@ -144,7 +150,7 @@ class _Chain:
             if targets is None:
                 fresh, tokens = self._choose(picks_from, k)
                 self._reveal(fresh, tokens)
-                target = self.passes.backbone(self.ids)
+                target = self.passes.backbone(self.ids, self.masked)
             else:
                 fresh, target, self.ids, self.masked = targets[k]
             residual, after = self.passes.head(self.ids, accumulated)
@@ -170,7 +176,8 @@ class _Chain:
             fresh, tokens = self._choose(None, k)
             self._reveal(fresh, tokens)
             states.append((fresh, self.ids, self.masked))
-        hidden = self.passes.backbone(torch.cat([ids for _, ids, _ in states])).chunk(len(states))
+        ids, masked = (torch.cat([state[part] for state in states]) for part in (1, 2))
+        hidden = self.passes.backbone(ids, masked).chunk(len(states))
         return [(fresh, part, ids, masked) for (fresh, ids, masked), part in zip(states, hidden, strict=True)]
 
     def _choose(self, hidden: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -181,9 +188,7 @@ class _Chain:
         count = reveal_counts(self.grid, self.source, objective.reveals, k, copies)
         tokens = self.truth
         if objective.reveal_rule == "recorded":
-            if self.reveal_order is None:
-                raise ValueError("reveal_rule='recorded' needs reveal_order; write it with mrp-train record.")
-            score = -self.grid.take(self.reveal_order).float().expand_as(self.masked)
+            score = -self._recorded_order(self.masked)
         elif objective.reveal_rule == "ground_truth":
             score = place_scores(self.grid, self.source, CHOICE_STREAM, k, copies)
         else:
@@ -193,6 +198,12 @@ class _Chain:
             score = torch.full(chosen.shape, -torch.inf, device=chosen.device).masked_scatter(chosen, log_odds)
             tokens = self.truth.expand_as(chosen).masked_scatter(chosen, token)
         return highest(score, self.masked, count), tokens
+
+    def _recorded_order(self, places: Tensor) -> Tensor:
+        """Rank of each place's reveal in its recorded block, float32 of the shape of `places`."""
+        if self.reveal_order is None:
+            raise ValueError("reveal_rule='recorded' needs reveal_order; write it with mrp-train record.")
+        return self.grid.take(self.reveal_order).float().expand_as(places)
 
     def _reveal(self, fresh: Tensor, tokens: Tensor) -> None:
         self.ids = torch.where(fresh, tokens, self.ids)
@@ -210,40 +221,20 @@ class _Chain:
         else:
             loss = self._divergence(student[chosen], target[chosen])
         kept = weight[chosen]
-        total = self._normalized((loss * kept).sum(), kept.sum(), self._length(self.masked))
-        if self.objective.order_weight > 0 or self.objective.certainty_weight > 0:
-            total = total + self._log_odds_loss(student, target)
-        return total
-
-    def _log_odds_loss(self, student: Tensor, target: Tensor) -> Tensor:
-        """Two losses on l_i, the log-odds of the teacher's token at each masked place i, weighted as configured.
-
-        Order: mean over blocks with two or more masked places of KL(softmax_i(l_i of B) || softmax_i(l_i of A + C)).
-        Certainty: mean over masked places of the Huber loss of the difference of the two.
-        """
-        token, truth = pick_tokens(self.model, target[self.masked], self.objective.chunk_tokens)
-        odds = self._by_chunks(log_odds_of, student[self.masked], token)
-        low = torch.finfo(torch.float32).min
-        rows = self.masked.sum(dim=-1) > 1
-        nowhere = torch.full(self.masked.shape, low, device=odds.device)
-        log_truth, log_student = (
-            nowhere.masked_scatter(self.masked, values)[rows].log_softmax(-1) for values in (truth, odds)
-        )
-        order = (log_truth.exp() * (log_truth - log_student)).masked_fill(~self.masked[rows], 0.0).sum()
-        certainty = functional.smooth_l1_loss(odds, truth, reduction="sum")
-        blocks, places = rows.sum().float(), self.masked.sum().float()
-        return self.objective.order_weight * self._normalized(
-            order, blocks, blocks
-        ) + self.objective.certainty_weight * self._normalized(certainty, places, places)
+        return self._normalized((loss * kept).sum(), kept.sum(), self._length(self.masked))
 
     def _watch(self, fresh: Tensor, target: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """One revealed place per block, and targets that hold its teacher's hidden state there."""
         if self.objective.reveals == (1, 1):
             return fresh, torch.where(fresh[..., None], before, target)
-        copies = fresh.shape[0]
-        score = place_scores(self.grid, self.source, SUPERVISE_STREAM, 0, copies)
+        if self.objective.reveal_rule == "recorded":
+            # The last one: with it masked again, the state is one of the trajectory's own.
+            score = self._recorded_order(fresh)
+        else:
+            score = place_scores(self.grid, self.source, SUPERVISE_STREAM, 0, fresh.shape[0])
         watched = highest(score, fresh, torch.ones_like(fresh[..., :1], dtype=torch.int64))
-        hidden = self.passes.backbone(torch.where(watched, self.model.config.mask_token_id, self.ids))
+        ids = torch.where(watched, self.model.config.mask_token_id, self.ids)
+        hidden = self.passes.backbone(ids, self.masked | watched)
         return watched, torch.where(watched[..., None], hidden, target)
 
     def _divergence(self, student: Tensor, target: Tensor) -> Tensor:
@@ -252,11 +243,13 @@ class _Chain:
         if tau != 1:
             student, target = student / tau, target / tau
         weight, chunk = self.model.lm_head.weight, self.objective.chunk_tokens
-        if self.objective.loss == "forward_kl":
+        certainty = self.objective.certainty_weight
+        if self.objective.loss == "forward_kl" and certainty == 0:
             loss = residual_kl(student, target, weight, chunk=chunk, kernels=self.model.config.kernels)
         else:
+            rows = reverse_kl_rows if self.objective.loss == "reverse_kl" else certain_kl_rows(certainty)
             chunk = chunk or default_chunk(weight.shape[0])
-            loss = ResidualKL.apply(student, target.detach(), weight.detach(), chunk, reverse_kl_rows)
+            loss = ResidualKL.apply(student, target.detach(), weight.detach(), chunk, rows)
         return loss * tau**2
 
     def _cross_entropy(self, hidden: Tensor, token: Tensor) -> Tensor:
@@ -292,17 +285,6 @@ class _Chain:
         else:
             normalizer = weight_sum
         return total / torch.where(normalizer > 0, normalizer, torch.ones_like(normalizer))
-
-
-def reverse_kl_rows(student: Tensor, target: Tensor) -> Tensor:
-    """KL(softmax(student) || softmax(target)) of each row `[rows]`; `student` becomes its gradient."""
-    work = torch.promote_types(student.dtype, torch.float32)
-    log_student = student.to(work).log_softmax(dim=1)
-    difference = log_student - target.to(work).log_softmax(dim=1)
-    probability = log_student.exp()
-    loss = torch.linalg.vecdot(probability, difference)
-    student.copy_(probability * (difference - loss[:, None]))
-    return loss
 
 
 def _mean(values: Tensor) -> Tensor:

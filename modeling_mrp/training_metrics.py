@@ -35,12 +35,6 @@ def pick_tokens(model: Any, hidden: Tensor, chunk: int | None = None) -> tuple[T
     return torch.cat(tokens), torch.cat(odds)
 
 
-def log_odds_of(logits: Tensor, token: Tensor) -> Tensor:
-    """`[rows]` log-odds of `token` `[rows]` under softmax of `logits` `[rows, vocab]`, with a gradient."""
-    rest = logits.scatter(1, token[:, None], torch.finfo(logits.dtype).min)
-    return logits.gather(1, token[:, None])[:, 0] - rest.logsumexp(dim=-1)
-
-
 @torch.no_grad()
 def step_metrics(
     model: Any, k: int, chosen: Tensor, first: Tensor, target: Tensor, student: Tensor

@@ -23,7 +23,8 @@ class TrainingObjective:
 
     Attributes:
         steps: K, chained head steps per noisy copy.
-        layout: `"shared"`, `"packed"` (same numbers, plainly computed) or `"single"`; see `training_passes.py`.
+        layout: `"shared"`, `"packed"` (same numbers, plainly computed), `"single"`, or `"recorded"` (the backbone's
+            hidden states read from `data.recorded_states`); see `training_passes.py`.
         head_prefix: what the head sees of earlier blocks: `"clean"` as in decoding, or `"chained"`.
         loss: `"forward_kl"` KL(B || A + C), `"reverse_kl"` KL(A + C || B), `"cross_entropy"` against the true tokens,
             or `"denoising"`: no head at all, the backbone's own masked cross-entropy (to fine-tune the backbone).
@@ -36,11 +37,8 @@ class TrainingObjective:
         reveals: lowest and highest number of places that a step reveals in a block, drawn uniformly.
         supervise_revealed: weight of one just revealed place per block and step. Its teacher is the backbone with
             that place masked and the others revealed: what remasking by corrected confidence needs.
-        order_weight: weight of the *order loss*, KL between teacher and student over the places of a block, each with
-            the softmax of its places' log-odds: which place is revealed next decides whether a draft is accepted, and
-            near-certain places tie in the loss over tokens.
         certainty_weight: weight of a Huber loss on the log-odds of the teacher's token, which the KL hardly feels near
-            probability 1, although they decide the order of the reveals.
+            probability 1, although they decide the order of the reveals; see `row_losses.py`.
         weighting: `"uniform"` or `"inverse_rate"`, 1/t.
         normalizer: `"weight"`: N_k = the sum of the weights, positive wherever anything is supervised;
             `"answer_length"`: N_k = (number of labels) - (sum over revealed places of 1/t) as published, replaced by
@@ -63,7 +61,6 @@ class TrainingObjective:
     reveal_rule: str = "confident"
     reveals: tuple[int, int] = (1, 1)
     supervise_revealed: float = 0.0
-    order_weight: float = 0.0
     certainty_weight: float = 0.0
     weighting: str = "uniform"
     normalizer: str = "weight"
@@ -82,8 +79,10 @@ class TrainingObjective:
             "temperature": (self.temperature > 0, "above 0"),
             "reveals": (1 <= low <= high, "two numbers, 1 <= lowest <= highest"),
             "supervise_revealed": (self.supervise_revealed >= 0, "0 or more"),
-            "order_weight": (self.order_weight >= 0, "0 or more"),
-            "certainty_weight": (self.certainty_weight >= 0, "0 or more"),
+            "certainty_weight": (
+                self.certainty_weight == 0 or (self.certainty_weight > 0 and self.loss == "forward_kl"),
+                "0, or more with loss='forward_kl'",
+            ),
             "step_weights": (
                 self.step_weights is None or len(self.step_weights) == self.steps, f"{self.steps} numbers or null"
             ),
@@ -94,6 +93,14 @@ class TrainingObjective:
                 raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {wanted}.")
         if self.reveal_rule == "recorded" and self.noise_level != "recorded":
             raise ValueError("reveal_rule='recorded' continues a recorded state; set noise_level='recorded' too.")
+        if self.layout == "recorded" and (
+            self.reveal_rule != "recorded" or self.loss == "denoising" or self.head_prefix != "clean"
+        ):
+            raise ValueError(
+                f"layout='recorded' with reveal_rule={self.reveal_rule!r}, loss={self.loss!r}, head_prefix="
+                f"{self.head_prefix!r}: a recording holds the backbone's own trajectories alone. Allowed: "
+                "reveal_rule='recorded', a loss of the head, head_prefix='clean'."
+            )
         if self.layout == "single" and self.noise_level != "sample":
             raise ValueError(
                 f"layout='single' noises whole samples; noise_level={self.noise_level!r} leaves a block's "

@@ -1,6 +1,6 @@
 """The forward passes of a training step: backbone and head on noisy copies of a batch.
 
-Three layouts compute them. `shared` runs the clean half of the sequence once and hands its keys and values to the
+Four layouts compute them. `shared` runs the clean half of the sequence once and hands its keys and values to the
 noisy passes; `packed` recomputes noisy and clean halves side by side in every pass, and gives the same numbers; both
 are what decoding sees: a noisy block sees itself and the clean blocks before it. `single` has no clean half: a noisy
 block sees itself and the noisy blocks before it.
@@ -47,7 +47,7 @@ class _Prefix:
 
 
 class TrainingPasses:
-    """Backbone and head passes over noisy copies; base of the three layouts.
+    """Backbone and head passes over noisy copies; base of the layouts.
 
     Args:
         model: an `MRPForCausalLM`.
@@ -72,8 +72,13 @@ class TrainingPasses:
         self.clean = TokenLayout(grid.sample, grid.block_index, torch.zeros_like(grid.sample, dtype=torch.bool))
         self._masks: dict[int, Any] = {}
 
-    def backbone(self, ids: Tensor) -> Tensor:
-        """Hidden states `[copies, batch, blocks, block, hidden]` of states `ids` `[copies, batch, blocks, block]`."""
+    def backbone(self, ids: Tensor, masked: Tensor) -> Tensor:
+        """Hidden states `[copies, batch, blocks, block, hidden]`.
+
+        Args:
+            ids: `[copies, batch, blocks, block]` int64, the states, with the mask token at masked places.
+            masked: bool of that shape, which places these are.
+        """
         with torch.set_grad_enabled(self.backbone_gradient):
             hidden = self._backbone(ids.flatten(2))
         return hidden.view(*ids.shape, hidden.shape[-1])
@@ -161,12 +166,16 @@ class SharedPasses(TrainingPasses):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.clean_mask = self.model.attention_mask(may_see(self.clean, self.clean))
-        recorder = _Recorder()
-        with torch.set_grad_enabled(self.backbone_gradient):
-            self.clean_accumulated = self.model.backbone(self.grid.ids, self.grid.position, self.clean_mask, recorder)
-        self.prefix = _Prefix(recorder.keys, recorder.values)
+        self.clean_accumulated = self._clean_pass()
         self.head_keys: list[Tensor] | None = None
         self.head_values: list[Tensor] | None = None
+
+    def _clean_pass(self) -> Tensor:
+        recorder = _Recorder()
+        with torch.set_grad_enabled(self.backbone_gradient):
+            hidden = self.model.backbone(self.grid.ids, self.grid.position, self.clean_mask, recorder)
+        self.prefix = _Prefix(recorder.keys, recorder.values)
+        return hidden
 
     def _backbone(self, ids: Tensor) -> Tensor:
         copies = ids.shape[0]
@@ -198,4 +207,34 @@ class SharedPasses(TrainingPasses):
         return torch.cat([may_see(self.noisy, self.clean), may_see(self.noisy, self.noisy)], dim=2)
 
 
-LAYOUTS: dict[str, type[TrainingPasses]] = {"shared": SharedPasses, "packed": PackedPasses, "single": SinglePasses}
+class RecordedPasses(SharedPasses):
+    """The backbone's part read from a recording (`mrp-train record --hidden-states`); it does not run at all.
+
+    Args:
+        rows: `[batch, tokens]` int64, each token's row in `states`.
+        states: a `training.recorded_states.RecordedStates`.
+    """
+
+    def __init__(self, *args: Any, rows: Tensor | None, states: Any):
+        if rows is None or states is None:
+            raise ValueError(
+                'layout="recorded" needs record_rows and recorded_states; write them with mrp-train record '
+                "--hidden-states and name the folder in data.recorded_states."
+            )
+        self.rows, self.states = rows, states
+        super().__init__(*args)
+        self.total = self.grid.supervised.sum(dim=-1)
+
+    def _clean_pass(self) -> Tensor:
+        return self.states.clean(self.rows).to(self.rows.device, self.model.lm_head.weight.dtype)
+
+    def backbone(self, ids: Tensor, masked: Tensor) -> Tensor:
+        """The recorded hidden states of the trajectory's states with as many masked places."""
+        revealed = (self.total - masked.sum(dim=-1))[..., None].expand_as(masked)
+        hidden = self.states.states(self.grid.take(self.rows).expand_as(revealed), revealed)
+        return hidden.to(ids.device, self.clean_accumulated.dtype)
+
+
+LAYOUTS: dict[str, type[TrainingPasses]] = {
+    "shared": SharedPasses, "packed": PackedPasses, "single": SinglePasses, "recorded": RecordedPasses
+}  # fmt: skip

@@ -41,11 +41,21 @@ def record(
     max_new_tokens: Annotated[int, typer.Option(help="Per sample.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 32,
     limit: Annotated[int | None, typer.Option(help="Use only so many rows.")] = None,
+    hidden_states: Annotated[
+        bool, typer.Option(help="Also keep the backbone's hidden states, in OUTPUT.states, for layout: recorded.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Let the backbone write the answers itself and note the order of its reveals, to train on what decoding meets."""
+    import torch
+
     from .record import record_trajectories
 
-    record_trajectories(model, data, output, max_new_tokens, batch_size, limit)
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise TrainingError(f"--dtype {dtype!r}; allowed: float32, bfloat16, float16.")
+    states = output.with_name(output.name + ".states") if hidden_states else None
+    record_trajectories(model, data, output, max_new_tokens, batch_size, limit, states, getattr(torch, dtype), device)
 
 
 @app.command("ablate")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..noising import IGNORED
 from .errors import TrainingError
 
-_COLUMNS = ("input_ids", "labels", "position_ids", "sample_keys", "reveal_order")
+_COLUMNS = ("input_ids", "labels", "position_ids", "sample_keys", "reveal_order", "record_rows")
 _FORMATS = {
     "ids": ("input_ids",), "messages": ("messages",), "prompt_response": ("prompt", "response"), "text": ("text",),
 }  # fmt: skip
@@ -38,6 +38,8 @@ class DataConfig:
         too_long: `"error"` or `"skip"`.
         packing: put several samples into one sequence. They never see each other.
         complete_last_block: fill the last block of a sample up with supervised padding tokens, as decoding does.
+        recorded_states: folder that `mrp-train record --hidden-states` wrote beside `train`, for
+            `objective.layout: recorded`.
         chat_prompts: render prompt and response as a user and an assistant turn, if the tokenizer has a template.
     """
 
@@ -53,6 +55,7 @@ class DataConfig:
     packing: bool = True
     complete_last_block: bool = True
     chat_prompts: bool = True
+    recorded_states: str | None = None
 
     def __post_init__(self) -> None:
         if self.too_long not in ("error", "skip"):
@@ -98,7 +101,7 @@ class SampleEncoder:
         self.pad_token_id = pad_token_id
 
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
-        """`input_ids`, `labels`, `position_ids`, `sample_keys`, `reveal_order` of row `number`; empty if skipped.
+        """The columns of row `number`, each `[tokens]`; empty if skipped.
 
         Raises:
             TrainingError: the row is empty, too long, or has none of the known columns; it names the row.
@@ -115,6 +118,11 @@ class SampleEncoder:
         if not any(supervised):
             raise TrainingError(f"row {number} has nothing to learn from: its answer is empty. Remove it.")
         order = list(row.get("reveal_order") or [0] * len(ids))
+        first = row.get("record_row")
+        if first is None:
+            if self.config.recorded_states is not None:
+                raise TrainingError(f"row {number} has no record_row; data.recorded_states needs one in every row.")
+            first = 0
         if self.config.complete_last_block and kind != "ids" and self.pad_token_id is not None:
             missing = -len(ids) % self.block_length
             ids, supervised = ids + [self.pad_token_id] * missing, supervised + [True] * missing
@@ -133,6 +141,7 @@ class SampleEncoder:
             "position_ids": list(range(len(ids))),
             "sample_keys": [number] * len(ids),
             "reveal_order": order,
+            "record_rows": list(range(first, first + len(ids))),
         }
 
     def _ids(self, row: dict[str, Any], number: int) -> tuple[list[int], list[bool]]:

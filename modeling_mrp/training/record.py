@@ -15,27 +15,38 @@ from transformers import AutoTokenizer
 
 from ..modeling_mrp import MRPForCausalLM
 from ..noising import IGNORED
-from .data import load_samples
+from .data import Collator, load_samples
 from .errors import TrainingError
+from .recorded_states import StateRecorder
 
 
 def record_trajectories(
-    model_path: str, data: str, output: Path, max_new_tokens: int, batch_size: int, limit: int | None = None
+    model_path: str,
+    data: str,
+    output: Path,
+    max_new_tokens: int,
+    batch_size: int,
+    limit: int | None = None,
+    hidden_states: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> int:
     """Writes one jsonl row per prompt: `input_ids`, `labels`, `reveal_order`; returns the number of rows.
 
     Args:
-        model_path: backbone.
+        model_path: backbone, run in `dtype` on `device`.
         data: rows with `prompt`, or `messages` (all but a last assistant turn are the prompt).
         output: file to write.
         max_new_tokens: per row; rows that do not end by then are dropped.
         batch_size: rows decoded together.
         limit: use only so many rows.
+        hidden_states: folder for the backbone's hidden states at every state of the trajectories (see
+            `recorded_states.py`); rows then have `record_row`, too.
 
     Raises:
         TrainingError: a row has no prompt.
     """
-    model = MRPForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    model = MRPForCausalLM.from_pretrained(model_path, dtype=dtype).eval().to(device)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     samples = load_samples(data, "train", None, False)
     if limit is not None:
@@ -45,12 +56,29 @@ def record_trajectories(
     prompts.sort(key=len)
     written = 0
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("w") as file:
+    recorder = None if hidden_states is None else StateRecorder(hidden_states, model)
+    collate = Collator(config_pad(model))
+    part = output.with_suffix(".part")
+    with part.open("w") as file:
         for begin in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
-            for row in decode_trajectories(model, prompts[begin : begin + batch_size], max_new_tokens):
-                file.write(json.dumps(row) + "\n")
-                written += 1
+            rows: list[dict[str, Any]] = list(
+                decode_trajectories(model, prompts[begin : begin + batch_size], max_new_tokens)
+            )
+            if recorder is not None and rows:
+                batch = {name: values.to(model.device) for name, values in collate(rows).items()}
+                for row, first in zip(rows, recorder.add(batch), strict=True):
+                    row["record_row"] = first
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            written += len(rows)
+    if recorder is not None:
+        recorder.close()
+    part.replace(output)
     return written
+
+
+def config_pad(model: Any) -> int:
+    """The token that fills up a batch."""
+    return 0 if model.config.pad_token_id is None else int(model.config.pad_token_id)
 
 
 def decode_trajectories(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Iterator[dict[str, list[int]]]:
@@ -76,12 +104,22 @@ def decode_trajectories(model: Any, prompts: list[list[int]], max_new_tokens: in
         length = -(-(len(prompt) + end + 1) // config.block_size) * config.block_size - len(prompt)
         if length > len(new):
             continue
-        order = output.reveal_step[index, longest : longest + length].tolist()
+        step = [-1] * len(prompt) + output.reveal_step[index, longest : longest + length].tolist()
         yield {
             "input_ids": prompt + new[:length],
             "labels": [IGNORED] * len(prompt) + new[:length],
-            "reveal_order": [0] * len(prompt) + order,
+            "reveal_order": _ranks(step, config.block_size),
         }
+
+
+def _ranks(step: list[int], block: int) -> list[int]:
+    """Rank of each token's reveal inside its block; what one step reveals together ranks from the left."""
+    ranks = []
+    for begin in range(0, len(step), block):
+        part = step[begin : begin + block]
+        order = sorted(range(len(part)), key=lambda place: part[place])
+        ranks += [order.index(place) for place in range(len(part))]
+    return ranks
 
 
 def _prompt_ids(row: dict[str, Any], number: int, tokenizer: Any) -> list[int]:

@@ -18,6 +18,7 @@ from .config import TRAINER_DEFAULTS, RunConfig
 from .data import Collator, SampleEncoder, held_out, load_samples, prepare
 from .errors import TrainingError
 from .initialization import fresh_head
+from .recorded_states import RecordedStates
 from .trainer import HeadTrainer, freeze_backbone, freeze_head
 
 logger = logging.get_logger(__name__)
@@ -43,6 +44,7 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, float]:
         args=arguments,
         objective=config.objective,
         muon=config.optimizer == "muon",
+        recorded_states=recorded_states(config, model),
         train_dataset=train_rows,
         eval_dataset=evaluation_rows,
         data_collator=Collator(0 if pad is None else pad),
@@ -167,6 +169,21 @@ def build_data(config: RunConfig, model: Any, tokenizer: Any, arguments: Trainin
     if not data.streaming and len(train_rows) == 0:
         raise TrainingError("the training data is empty; give at least one row (data.too_long: skip may drop all).")
     return train_rows, evaluation_rows
+
+
+def recorded_states(config: RunConfig, model: Any) -> RecordedStates | None:
+    """The recording that the objective reads, checked against the backbone."""
+    folder, layout = config.data.recorded_states, config.objective.layout
+    if (folder is not None) != (layout == "recorded"):
+        raise TrainingError(
+            f"data.recorded_states={folder!r} with objective.layout={layout!r}; allowed: a folder and 'recorded', or "
+            "neither."
+        )
+    if folder is None:
+        return None
+    states = RecordedStates(folder)
+    states.check(base_of(model))
+    return states
 
 
 def save_result(config: RunConfig, model: Any, tokenizer: Any, metrics: dict[str, float]) -> None:

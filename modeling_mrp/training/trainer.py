@@ -8,6 +8,7 @@ from transformers import Trainer
 
 from ..training_objective import TrainingObjective
 from .muon import MuonWithAdamW
+from .recorded_states import RecordedStates
 
 HEAD_PREFIX = "mrp."
 _VECTOR_SHARE = 0.25
@@ -31,12 +32,20 @@ class HeadTrainer(Trainer):
     Args:
         objective: what the head is trained on.
         muon: use Muon for matrices, with the trainer's learning rate, and AdamW with a quarter of it for the rest.
+        recorded_states: for `objective.layout="recorded"`.
         kwargs: of `transformers.Trainer`.
     """
 
-    def __init__(self, *args: Any, objective: TrainingObjective, muon: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        objective: TrainingObjective,
+        muon: bool = False,
+        recorded_states: RecordedStates | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.muon = muon
+        self.muon, self.recorded_states = muon, recorded_states
         # The loss is already a mean; scaling by a count of labels would weigh accumulated batches wrongly.
         self.model_accepts_loss_kwargs = False
         self.objective = objective
@@ -66,6 +75,7 @@ class HeadTrainer(Trainer):
         outputs = model(
             **inputs,
             objective=self.objective,
+            recorded_states=self.recorded_states,
             noise_seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
             noise_draw=draw,
             all_metrics=not training or logs_next,

@@ -18,7 +18,7 @@ OBJECTIVES = {
     "ground truth": {"steps": 2, "reveal_rule": "ground_truth", "reveals": (1, 3), "weighting": "inverse_rate"},
     "drafted": {"steps": 3, "reveal_rule": "drafted", "reveals": (1, 2), "supervise_revealed": 0.5},
     "published": {"head_prefix": "chained", "noise_level": "sample", "reveal_rule": "ground_truth"},
-    "order": {"order_weight": 1.0, "certainty_weight": 0.1, "steps": 2},
+    "certainty": {"certainty_weight": 0.1, "steps": 2},
     "cross entropy": {"loss": "cross_entropy"},
     "reverse": {"loss": "reverse_kl", "temperature": 2.0},
 }
@@ -119,19 +119,21 @@ def test_the_next_state_supervises_what_was_revealed():
     assert output.loss.item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_order_loss_is_zero_where_the_student_is_the_teacher():
-    """With the true target as its input and no correction, the student orders the places as the teacher does."""
+def test_certainty_loss_is_zero_where_the_student_is_the_teacher():
+    """With the true target as its input and no correction, the student is as certain as the teacher."""
     model, batch = small_model(), Collator(0)([sample(8, 0, 1)])
     torch.nn.init.zeros_(model.mrp.norm.weight)
     noise = torch.ones((1, 8), dtype=torch.bool)
     nothing = torch.zeros((1, 1, 8), dtype=torch.bool)
-    both = {"order_weight": 1.0, "certainty_weight": 1.0}
-    output = model(**batch, objective=both, noise_mask=noise, reveals=nothing)
+    output = model(**batch, objective={"certainty_weight": 1.0}, noise_mask=noise, reveals=nothing)
     assert output.loss.item() == pytest.approx(0.0, abs=1e-5)
-    moved = model(**batch, objective={"order_weight": 1.0, "reveal_rule": "ground_truth"}, noise_mask=noise)
-    plain = model(**batch, objective={"reveal_rule": "ground_truth"}, noise_mask=noise, noise_seed=1)
-    assert moved.loss.item() > 0
-    assert plain.loss.item() > 0
+    losses = [
+        model(
+            **batch, objective={"reveal_rule": "ground_truth", "certainty_weight": w}, noise_mask=noise, noise_seed=1
+        )
+        for w in (0.0, 1.0)
+    ]
+    assert losses[1].loss.item() > losses[0].loss.item() > 0
 
 
 def test_confident_reveals_are_the_backbones_own():
@@ -141,8 +143,8 @@ def test_confident_reveals_are_the_backbones_own():
     states = []
     original = training_passes.SharedPasses.backbone
 
-    def spy(self, ids):
-        hidden = original(self, ids)
+    def spy(self, ids, masked):
+        hidden = original(self, ids, masked)
         states.append((ids, hidden))
         return hidden
 
@@ -172,6 +174,9 @@ def test_confident_reveals_are_the_backbones_own():
         ({"temperature": 0}, "above 0"),
         ({"reveal_rule": "recorded"}, "noise_level='recorded'"),
         ({"layout": "single"}, "noise_level='sample'"),
+        ({"layout": "recorded"}, "reveal_rule='recorded'"),
+        ({"certainty_weight": 0.1, "loss": "reverse_kl"}, "loss='forward_kl'"),
+        ({"certainty_weight": -1.0}, "0, or more"),
         ({"colour": 1}, "unknown"),
     ],
 )

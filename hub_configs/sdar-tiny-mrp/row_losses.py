@@ -1,0 +1,1 @@
+../../modeling_mrp/row_losses.py

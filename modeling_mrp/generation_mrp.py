@@ -18,6 +18,7 @@ from .prefix_handle import PrefixHandle
 
 logger = logging.get_logger(__name__)
 
+NO_CONTINUOUS_BATCHING = "continuous batching is not supported by block-diffusion models; use generate()."
 _DEFAULT_NEW_TOKENS = 256
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -42,9 +43,10 @@ class MRPGenerationMixin:
         self.generation_config = MRPGenerationConfig(**values)
         self.generation_config._original_object_hash = hash(self.generation_config)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
-        """Continuous batching would bypass block diffusion; transformers treats the error as "not supported"."""
-        raise AttributeError("continuous batching is not supported by block-diffusion models; use generate().")
+    @property
+    def init_continuous_batching(self) -> Any:
+        """Absent, because it would bypass block diffusion: tools ask `hasattr` and then call `generate`."""
+        raise AttributeError(NO_CONTINUOUS_BATCHING)
 
     @torch.no_grad()
     def generate(

@@ -25,7 +25,7 @@ from .block_attention import attention_mask_for, check_attention_mask, layout_of
 from .configuration_mrp import MRPConfig, looks_misdeclared
 from .fused_head_input import can_fuse_input, fused_input
 from .generation_config_mrp import MRPGenerationConfig
-from .generation_mrp import MRPGenerationMixin
+from .generation_mrp import NO_CONTINUOUS_BATCHING, MRPGenerationMixin
 from .head_artifact import load_head
 from .residual_objective import training_loss
 
@@ -170,6 +170,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
             # A block step without padding has no mask, and sdpa would then be causal.
             layer.self_attn.is_causal = False
         self.post_init()
+
+    def __getattr__(self, name: str) -> Any:
+        # torch's own replaces the text of an error that a property raises.
+        if name == "init_continuous_batching":
+            raise AttributeError(NO_CONTINUOUS_BATCHING)
+        return super().__getattr__(name)
 
     def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: Any, cache: Any = None, **kwargs: Any) -> Tensor:
         """Hidden states `[batch, tokens, hidden]` after the final norm, under a prepared attention mask."""

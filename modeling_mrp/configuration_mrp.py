@@ -69,7 +69,7 @@ class MRPConfig(PreTrainedConfig):
     residual_scale: float | int = 1.0
     draft_calibration: dict | None = None
     kernels: str = "auto"
-    # What the file that this config was read from called itself; "sdar" for upstream checkpoints.
+    # What the file that this config was read from called itself; "sdar" or "sdar_moe" for upstream checkpoints.
     declared_model_type: str | None = None
     # Mixture of experts (Qwen3-MoE); num_experts = 0 means a dense backbone.
     num_experts: int = 0
@@ -90,7 +90,7 @@ class MRPConfig(PreTrainedConfig):
         # Block diffusion attends to whole blocks: every layer is a full-attention layer.
         self.layer_types = ["full_attention"] * self.num_hidden_layers
         self.declared_model_type = kwargs.pop("model_type", None) or self.declared_model_type
-        if self.declared_model_type == "sdar":
+        if self.declared_model_type in ("sdar", "sdar_moe"):
             # Upstream files name an attention implementation that fits their own modelling code, not this one.
             kwargs.pop("attn_implementation", None)
         super().__post_init__(**kwargs)

@@ -116,6 +116,15 @@ def test_settings_that_hurt_are_dropped_and_said(tmp_path):
         assert said in notes
 
 
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
+def test_loaded_as_they_are_official_files_do_not_choose_the_attention(tmp_path, experts):
+    """They name flex_attention; only the caller's own wish counts here."""
+    official.write_checkpoint(tmp_path / "source", experts=experts)
+    for wish, chosen in (({}, "sdpa"), ({"attn_implementation": "eager"}, "eager")):
+        model = MRPForCausalLM.from_pretrained(tmp_path / "source", **wish)
+        assert model.config._attn_implementation == chosen
+
+
 def test_special_tokens_agree_afterwards(tmp_path):
     from transformers import AutoTokenizer
 

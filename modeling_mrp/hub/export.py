@@ -43,8 +43,8 @@ def export_model(
 ) -> Path:
     """Writes `source` (a folder of this package) as a repository that loads with torch and transformers alone.
 
-    Weights, configs and tokenizer are copied; the flat remote code and a model card are added. Nothing else of
-    `source` is taken: no pickles, no optimizer states, no foreign code.
+    Weights, configs, tokenizer and heads stored apart (`head_artifact.save_head`) are copied; the flat remote code and
+    a model card are added. Nothing else of `source` is taken: no pickles, no optimizer states, no foreign code.
 
     Args:
         repo_id: name for the model card's example, default the destination's name.
@@ -80,11 +80,12 @@ def export_model(
         figures=read_figures(Path(figures)) if figures is not None else None,
         limits=limits,
     )
-    weight_files = sorted({tensor.file for tensor in stored.values()})
+    heads = _separate_heads(source)
+    weight_files = [*sorted({tensor.file for tensor in stored.values()}), *heads]
     with atomic_folder(destination, sum(file.stat().st_size for file in weight_files)) as target:
         for file in weight_files:
             shutil.copyfile(file, target / file.name)
-        for name in (*_COPIED, INDEX_NAME):
+        for name in (*_COPIED, INDEX_NAME, *(head.with_suffix(".json").name for head in heads)):
             if (source / name).exists():
                 shutil.copyfile(source / name, target / name)
         _write_configs(source, config, target)
@@ -123,6 +124,17 @@ def push_folder(
     except HfHubHTTPError as error:
         raise HubError(f"the Hub refused the push to {repo_id!r}: {error}. Is `hf auth login` done?") from error
     return str(commit.commit_url)
+
+
+def _separate_heads(source: Path) -> list[Path]:
+    """Weight files of heads beside the model, for `from_pretrained(..., mrp_head=)`: a control, one more training."""
+    found = []
+    for file in sorted(source.glob("*.safetensors")):
+        description = file.with_suffix(".json")
+        if description.exists() and {"head", "fingerprint"} <= set(read_json(description)):
+            stored_tensors(file)
+            found.append(file)
+    return found
 
 
 def _write_configs(source: Path, config: MRPConfig, target: Path) -> None:

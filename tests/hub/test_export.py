@@ -10,9 +10,11 @@ from pathlib import Path
 import hub_checkpoints as official
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from modeling_mrp.head_artifact import save_head
 from modeling_mrp.hub import export
 from modeling_mrp.hub.check_folder import check_folder
 from modeling_mrp.hub.errors import HubError
@@ -89,6 +91,31 @@ def test_save_pretrained_of_a_remote_model_exports_again(converted, tmp_path):
     assert "license: mit" in (again / "README.md").read_text()
     other = MRPForCausalLM.from_pretrained(again)
     assert all(torch.equal(p, other.get_parameter(n)) for n, p in model.named_parameters())
+
+
+def test_heads_stored_apart_are_carried_along(converted, tmp_path):
+    """The tiny model's direct control, or `mrp_head` of `mrp-train` with `save: both`."""
+    shutil.copytree(converted, tmp_path / "source")
+    model = MRPForCausalLM.from_pretrained(converted)
+    with torch.no_grad():
+        model.mrp.eh_proj.weight.mul_(3)
+    model.config.head_prediction = "direct"
+    for name in ("mrp_head", "direct_head"):
+        save_head(model, tmp_path / "source", name=name)
+    (tmp_path / "source" / "stray.json").write_text("{}")
+    save_file({"x": torch.ones(1)}, tmp_path / "source" / "stray.safetensors")
+    folder = export_model(tmp_path / "source", tmp_path / "out")
+    assert not list(folder.glob("stray*"))
+    for head in (folder, folder / "direct_head.safetensors"):
+        other = MRPForCausalLM.from_pretrained(folder, mrp_head=str(head))
+        assert other.config.head_prediction == "direct"
+        assert torch.equal(other.mrp.eh_proj.weight, model.mrp.eh_proj.weight)
+    own = MRPForCausalLM.from_pretrained(folder)
+    assert own.config.head_prediction == "residual"
+    assert not torch.equal(own.mrp.eh_proj.weight, model.mrp.eh_proj.weight)
+    os.truncate(tmp_path / "source" / "direct_head.safetensors", 1000)
+    with pytest.raises(HubError, match=r"direct_head\.safetensors is truncated"):
+        export_model(tmp_path / "source", tmp_path / "again")
 
 
 def test_what_cannot_be_exported_is_said(tmp_path, converted):

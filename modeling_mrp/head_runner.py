@@ -81,10 +81,11 @@ class HeadRunner:
         """
         self.passes += 1
         rows, states, block = ids.shape
+        kernels = self.options.kernels
         if self.stack is None:
             positions = (start[:, None] + torch.arange(block, device=start.device)).repeat_interleave(states, 0)
             filled = fill_masked(ids, self.options.mask_token_id).flatten(0, 1)
-            _, after = self.model.head(filled, accumulated.flatten(0, 1), positions, None)
+            _, after = self.model.head(filled, accumulated.flatten(0, 1), positions, None, kernels=kernels)
             return self._watched(after.view(rows, states, block, -1))
         starts = start[:, None].expand(rows, states)
         eye = torch.eye(states, dtype=torch.bool, device=ids.device).expand(rows, states, states)
@@ -95,7 +96,7 @@ class HeadRunner:
         filled = fill_masked(ids, self.options.mask_token_id).flatten(1)
         positions = self.stack.positions(starts)
         arguments = self.stack.arguments(eye, prefix, longest, ragged)
-        _, after = self.model.head(filled, accumulated.flatten(1, 2), positions, **arguments)
+        _, after = self.model.head(filled, accumulated.flatten(1, 2), positions, kernels=kernels, **arguments)
         after = after.view(rows, -1, block, after.shape[-1])[:, -states:]
         if self.waiting is not None:
             stored = self.waiting.rows.nonzero()[:, 0]

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput, logging
 from .block_attention import attention_mask_for, check_attention_mask, layout_of_padded, may_see, row_positions
 from .configuration_mrp import MRPConfig, looks_misdeclared
 from .fused_head_input import can_fuse_input, fused_input
+from .fused_rotary import may_fuse_rotary
 from .generation_config_mrp import MRPGenerationConfig
 from .generation_mrp import NO_CONTINUOUS_BATCHING, MRPGenerationMixin
 from .head_artifact import load_head
@@ -91,6 +92,7 @@ class MRPHead(nn.Module):
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers))
         for index, layer in enumerate(self.layers):
             layer.self_attn.layer_idx = index
+            may_fuse_rotary(layer.self_attn)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm.starts_small = True  # see `_init_weights`
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
@@ -169,6 +171,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
         for layer in (*self.model.layers, *self.mrp.layers):
             # A block step without padding has no mask, and sdpa would then be causal.
             layer.self_attn.is_causal = False
+            may_fuse_rotary(layer.self_attn)
         self.post_init()
 
     def __getattr__(self, name: str) -> Any:
@@ -190,14 +193,17 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin, GenerationMixin):
         position_ids: Tensor,
         mask: Any,
         cache: Any = None,
+        kernels: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """One head step: the correction r_k and the new accumulator acc_k, both `[batch, tokens, hidden]`.
 
         For a direct head (`config.head_prediction == "direct"`) the new accumulator is the head's output itself.
+        `kernels` (`auto`, `torch`, `triton`) says how its input is made; the config's by default.
         """
-        if can_fuse_input(self, accumulated.device):
-            joined = fused_input(self, input_ids, accumulated)
+        kernels = self.config.kernels if kernels is None else kernels
+        if can_fuse_input(self, accumulated.device, kernels):
+            joined = fused_input(self, input_ids, accumulated, kernels)
             residual = self.mrp.run(joined, position_ids, mask, cache, **kwargs)
         else:
             residual = self.mrp(self.model.embed_tokens(input_ids), accumulated, position_ids, mask, cache, **kwargs)

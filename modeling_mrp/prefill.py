@@ -53,5 +53,5 @@ def prefill(
         forwards += 1
         if runner is not None and runner.stack is not None:
             runner.stack.cache.scratch, runner.stack.cache.rows = begin, len(prompts)
-            model.head(ids[:, begin:end], hidden, rows, mask, runner.stack.cache)
+            model.head(ids[:, begin:end], hidden, rows, mask, runner.stack.cache, kernels=stack.kernels)
     return forwards

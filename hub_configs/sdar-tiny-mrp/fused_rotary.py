@@ -1,0 +1,1 @@
+../../modeling_mrp/fused_rotary.py

@@ -1,0 +1,79 @@
+"""q/k norm and rotary embedding of a packed forward by one kernel, where a layer's norms lie open to it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeRMSNorm
+
+from .kernel_dispatch import resolve_kernels
+from .mrp_input import qk_norm_rope
+from .packed_attention import mrp_packed_attention
+
+
+def may_fuse_rotary(attention: nn.Module) -> None:
+    """Lets one of transformers' own attention modules take the kernel where it can; others stay as they are.
+
+    The module changes class and nothing else: weights, names and projections (LoRA, quantised, split) are untouched.
+    """
+    attention.__class__ = _FUSED.get(type(attention), type(attention))
+
+
+def can_fuse_rotary(attention: Any, hidden: Tensor, cos: Tensor, layout: Any) -> bool:
+    """Whether this call belongs to a packed forward by kernels and the kernel may read the norms' weights itself.
+
+    Not while gradients are recorded or under autocast, and not through norms that are replaced, hooked, offloaded or
+    split: their `.weight` is not what a call of them computes with.
+    """
+    if layout is None or torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type):
+        return False
+    if resolve_kernels(layout.kernels, hidden.device) != "triton" or cos.shape[-1] != attention.head_dim:
+        return False
+    query, key = attention.q_norm, attention.k_norm
+    return _open(query, hidden) and _open(key, hidden) and query.variance_epsilon == key.variance_epsilon
+
+
+def _open(norm: nn.Module, hidden: Tensor) -> bool:
+    weight = getattr(norm, "weight", None)
+    hooked = "forward" in vars(norm) or len(norm._forward_hooks) + len(norm._forward_pre_hooks) > 0
+    if type(norm) not in (Qwen3RMSNorm, Qwen3MoeRMSNorm) or hooked or type(weight) is not nn.Parameter:
+        return False
+    return weight.device == hidden.device and weight.dtype == hidden.dtype
+
+
+class _Fused:
+    """`forward` of transformers' attention; in a packed forward, with norms and rotation in one kernel."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        layout = kwargs.get("packed_layout")
+        if not can_fuse_rotary(self, hidden_states, position_embeddings[0], layout):
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)  # type: ignore[misc]
+        leading = hidden_states.shape[:-1]
+        heads = (*leading, -1, self.head_dim)
+        query, key = qk_norm_rope(
+            self.q_proj(hidden_states).view(heads),
+            self.k_proj(hidden_states).view(heads),
+            self.q_norm.weight,
+            self.k_norm.weight,
+            *position_embeddings,
+            eps=self.q_norm.variance_epsilon,
+            kernels=layout.kernels,
+        )
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        key, value = layout.cache.update(key, value, self.layer_idx)
+        mixed, _ = mrp_packed_attention(self, query, key, value, None, packed_layout=layout, scaling=self.scaling)
+        return self.o_proj(mixed.reshape(*leading, -1)), None
+
+
+class FusedQwen3Attention(_Fused, Qwen3Attention):
+    """transformers' `Qwen3Attention`, see `_Fused`."""
+
+
+class FusedQwen3MoeAttention(_Fused, Qwen3MoeAttention):
+    """transformers' `Qwen3MoeAttention`, see `_Fused`."""
+
+
+_FUSED = {Qwen3Attention: FusedQwen3Attention, Qwen3MoeAttention: FusedQwen3MoeAttention}

@@ -1,6 +1,7 @@
 """The harness's model class `mrp`: the `hf` class with per-row decoding figures and a likelihood that is right."""
 
 import json
+import os
 import time
 from collections import Counter
 from typing import Any, NamedTuple
@@ -20,6 +21,14 @@ from .likelihood import BlockLikelihood, LikelihoodEstimate
 logger = logging.get_logger(__name__)
 
 FIGURES_KEY = "mrp_figures"
+# What this class passes to `generate` itself: by name, what to use instead.
+_SET_HERE = {
+    "stop_strings": "until=...",
+    "num_return_sequences": "the task's own `repeats`",
+    "return_dict_in_generate": "mrp-eval as it is; the figures need it",
+    "pad_token_id": "the tokenizer's",
+    "tokenizer": "--model_args tokenizer=...",
+}
 
 
 class _Job(NamedTuple):
@@ -49,16 +58,23 @@ class MRPLM(HFLM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         likelihood_order: str = "random",
         likelihood_samples: int = 32,
         likelihood_seed: int = 0,
         likelihood_block_length: int | None = None,
         **kwargs: Any,
     ):
+        if pretrained is None:
+            raise ValueError("no model is named; pass --model_args pretrained=FOLDER_OR_REPOSITORY_ID.")
         kwargs["backend"] = "causal"
+        if _launched_processes() > 1 and not torch.accelerator.is_available():
+            # Without it, accelerate takes each process of a machine without GPUs for the only one.
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")
         super().__init__(pretrained, **kwargs)
-        self._join_processes()
+        self._join_processes(in_tensor_parallel=kwargs.get("tp_plan") is not None)
+        if self.batch_size != "auto" and self._first_batch_size() < 1:
+            raise ValueError(f"batch_size={self.batch_size}; allowed: a positive integer or auto.")
         self.figures = FigureBook()
         self.likelihood = BlockLikelihood(
             self.model,
@@ -70,14 +86,23 @@ class MRPLM(HFLM):
         )
         self._estimates: list[LikelihoodEstimate] = []
 
-    def _join_processes(self) -> None:
+    def _join_processes(self, in_tensor_parallel: bool) -> None:
         # The parent class knows of other processes only on machines with several GPUs; elsewhere (CPU, one GPU per
         # machine) each process would evaluate everything and write its own results.
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and accelerator.num_processes > 1:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        launched = _launched_processes()
+        if launched > 1 and self._world_size != launched and not in_tensor_parallel:
+            raise ValueError(
+                f"WORLD_SIZE={launched}, but accelerate sees {self._world_size} process(es), so each would evaluate "
+                "every document. On GPUs start with `accelerate launch --multi_gpu`; to use the CPU set "
+                "ACCELERATE_USE_CPU=true."
+            )
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
+        if pretrained.startswith(("/", "./", "../", "~")) and not os.path.isdir(pretrained):
+            raise ValueError(f"pretrained={pretrained!r} is no folder; allowed: a model folder or a repository id.")
         named = {name: kwargs[name] for name in ("revision", "subfolder") if kwargs.get(name)}
         self._config = MRPConfig.from_pretrained(pretrained, **named)
 
@@ -145,6 +170,7 @@ class MRPLM(HFLM):
     def _decode(self, contexts: list[str], arguments: dict[str, Any]) -> list[tuple[str, Figures]]:
         """Text and figures of each prompt; `arguments` are the request's own generation arguments."""
         end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        _check_arguments(arguments)
         kwargs = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
         until = handle_stop_sequences(kwargs.pop("until", None), eos=end)
         new_tokens = kwargs.pop("max_gen_toks")
@@ -249,6 +275,23 @@ class MRPLM(HFLM):
             block_length=self.likelihood.block_length,
         )
         return bool(new[0, len(context) :].tolist() == continuation)
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuses what would collide with this class's own arguments, or fail without a name inside the harness."""
+    for name in sorted(set(arguments) & set(_SET_HERE)):
+        raise ValueError(
+            f"{name}={arguments[name]!r} in --gen_kwargs; mrp-eval sets it itself: use {_SET_HERE[name]}."
+        )
+    for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
+        value = arguments.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}={value!r}; allowed: an integer of at least 1.")
+
+
+def _launched_processes() -> int:
+    """How many processes torchrun, accelerate or a cluster's launcher has started."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 class _Identity:

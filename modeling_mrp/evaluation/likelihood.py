@@ -103,8 +103,18 @@ class BlockLikelihood:
     ):
         if order not in ORDERS:
             raise ValueError(f"likelihood_order={order!r}; allowed: {', '.join(ORDERS)}.")
-        if samples < 2:
-            raise ValueError(f"likelihood_samples={samples}; allowed: 2 or more (a standard error needs two orders).")
+        if not _is_integer(samples) or samples < 2:
+            raise ValueError(
+                f"likelihood_samples={samples!r}; allowed: an integer from 2 (a standard error needs two orders)."
+            )
+        if not _is_integer(seed):
+            raise ValueError(f"likelihood_seed={seed!r}; allowed: an integer.")
+        longest = model.config.max_position_embeddings
+        if block_length is not None and not (_is_integer(block_length) and 1 <= block_length <= longest):
+            raise ValueError(
+                f"likelihood_block_length={block_length!r}; allowed: an integer from 1 to {longest}, or none for the "
+                f"model's {model.config.block_size}."
+            )
         self.model, self.order, self.samples, self.seed = model, order, samples, seed
         self.block_length = block_length or model.config.block_size
         self.batch_size = max(1, batch_size)
@@ -240,3 +250,7 @@ class BlockLikelihood:
         cache.storing = True
         self.model.backbone(ids, positions[:, start:], mask, cache)
         cache.storing = False
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lm_eval import evaluator
+from lm_eval.evaluator_utils import get_sample_size
 
 from .figures import FigureBook, Figures, environment, summarize
 
@@ -25,6 +26,7 @@ def figures_in_results() -> Iterator[None]:
 
     @functools.wraps(original)
     def evaluate(lm: Any, task_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        check_every_process_has_documents(lm, task_dict, kwargs.get("limit"), kwargs.get("samples"))
         results = original(*args, lm=lm, task_dict=task_dict, **kwargs)
         book = getattr(lm, "figures", None)
         if isinstance(book, FigureBook) and "tasks" in task_dict:
@@ -36,6 +38,25 @@ def figures_in_results() -> Iterator[None]:
         yield
     finally:
         evaluator.evaluate = original
+
+
+def check_every_process_has_documents(lm: Any, task_dict: Any, limit: Any = None, chosen: Any = None) -> None:
+    """Refuses tasks with fewer documents than processes: the harness would wait for ever for the idle ones.
+
+    Raises:
+        ValueError: on every process, before anything is decoded.
+    """
+    for name, task in task_dict.get("tasks", {}).items() if lm.world_size > 1 else ():
+        there = len(task.eval_docs)
+        if chosen is not None and name in chosen:
+            there = len(chosen[name])
+        elif limit is not None:
+            there = min(there, get_sample_size(task, limit))
+        if there < lm.world_size:
+            raise ValueError(
+                f"{name} has {there} document(s) here for {lm.world_size} processes; allowed: at least one for each. "
+                "Start fewer processes, or raise --limit."
+            )
 
 
 def attach(results: dict[str, Any] | None, lm: Any, tasks: dict[str, Any], chosen: Any = None) -> None:

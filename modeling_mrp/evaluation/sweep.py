@@ -34,6 +34,7 @@ COLUMNS = (
     "tokens_per_second", "new_tokens", "backbone_forwards", "segments", "head_passes", "reveals_taken_back",
     "acceptance_by_depth", "batch_size", "limit", "device", "dtype", "versions", "model",
 )  # fmt: skip
+_OF_THE_HARNESS = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
 SETTINGS_FILE, CSV_FILE, TABLE_FILE, PLOT_FILE = "sweep.json", "results.csv", "results.md", "quality_speed.png"
 
 
@@ -78,6 +79,8 @@ def read_grid(path: Path | None) -> list[dict[str, Any]]:
     """A grid file (YAML or JSON: a list of parts), or the default grid."""
     if path is None:
         return DEFAULT_GRID
+    if not path.is_file():
+        raise ValueError(f"--grid {path} is no file; leave it out for the default grid.")
     grid = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(grid, list):
         raise ValueError(
@@ -188,10 +191,12 @@ def run(options: argparse.Namespace) -> None:
         from .language_model import MRPLM
 
         manager = TaskManager(include_path=options.include_path)
+        check_task(options.task, manager)
         lm: Any = MRPLM.create_from_arg_string(
             options.model_args,
             {"batch_size": options.batch_size, "max_batch_size": options.max_batch_size, "device": options.device},
         )
+        check_points(missing, options.gen_kwargs, lm.model.config)
         for number, point in enumerate(missing, 1):
             logger.warning(f"sweep: point {number} of {len(missing)} ({len(done)} were there): {point.key}")
             row = measure(lm, manager, point, options)
@@ -204,6 +209,31 @@ def run(options: argparse.Namespace) -> None:
     write_table(rows, options.output / TABLE_FILE)
     write_plot(rows, options.output / PLOT_FILE)
     print((options.output / TABLE_FILE).read_text(encoding="utf-8"))
+
+
+def check_task(name: str, manager: Any) -> None:
+    """Refuses what a sweep has no curve for: unknown names, groups, and tasks that generate nothing."""
+    if name not in manager.all_tasks:
+        raise ValueError(f"--task {name!r} is unknown; `mrp-eval ls tasks` lists tasks. Is --include_path missing?")
+    if name not in manager.all_subtasks:
+        raise ValueError(f"--task {name!r} is a group; allowed: one task. Run one sweep for each of its tasks.")
+    output = (manager.task_index[name].cfg or {}).get("output_type", "generate_until")
+    if output != "generate_until":
+        raise ValueError(
+            f"--task {name!r} is of type {output}, which no decoding setting changes; allowed: generation."
+        )
+
+
+def check_points(points: Iterable[Point], gen_kwargs: dict[str, Any], model_config: Any) -> None:
+    """Refuses wrong generation arguments before the first point is measured, not when their point comes."""
+    from ..generation_config_mrp import resolve_options
+
+    for point in points:
+        settings = {name: v for name, v in {**gen_kwargs, **point.settings}.items() if name not in _OF_THE_HARNESS}
+        try:
+            resolve_options(settings, model_config)
+        except ValueError as error:
+            raise ValueError(f"grid point {point.key}: {error}") from None
 
 
 def check_same_sweep(options: argparse.Namespace) -> None:

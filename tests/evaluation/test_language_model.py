@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from modeling_mrp.evaluation import cli
 from modeling_mrp.evaluation.figures import figures_of_batch, summarize
 from modeling_mrp.evaluation.language_model import MRPLM
-from modeling_mrp.evaluation.results import figures_in_results
+from modeling_mrp.evaluation.results import check_every_process_has_documents, figures_in_results
 
 PROMPTS = [
     "<|user|>Zara has 2 red apples. How many in all?<|im_end|><|assistant|>",
@@ -105,6 +106,51 @@ def test_repeats_are_decoded_and_counted(language_model):
 def test_too_many_new_tokens_is_a_user_error(language_model):
     with pytest.raises(ValueError, match=r"max_gen_toks=256; allowed: less than the model's context of 256"):
         language_model.generate_until(instances(max_gen_toks=256)[:1], disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_gen_toks": "many"}, "max_gen_toks='many'; allowed: an integer of at least 1"),
+        ({"max_gen_toks": 0}, "max_gen_toks=0; allowed: an integer of at least 1"),
+        ({"stop_strings": "a"}, r"stop_strings='a' in --gen_kwargs; .* use until=\.\.\."),
+        ({"num_return_sequences": 2, "do_sample": True, "temperature": 1.0}, "num_return_sequences=2 in --gen_kwargs"),
+        ({"return_dict_in_generate": False}, "return_dict_in_generate=False in --gen_kwargs"),
+        ({"mrp_mode": "fast"}, "mrp_mode='fast'; allowed: one of none, speculative, direct, remask"),
+        ({"mrp_mod": "none"}, "unknown generation argument 'mrp_mod'. Did you mean 'mrp_mode'"),
+    ],
+)
+def test_wrong_generation_arguments_are_named(language_model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        language_model.generate_until(instances(**arguments)[:1], disable_tqdm=True)
+
+
+def test_wrong_model_arguments_are_named(model_folder):
+    with pytest.raises(ValueError, match="no model is named; pass --model_args pretrained="):
+        MRPLM()
+    with pytest.raises(ValueError, match="pretrained='/nowhere' is no folder"):
+        MRPLM("/nowhere", device="cpu")
+    with pytest.raises(ValueError, match="batch_size=0; allowed: a positive integer or auto"):
+        MRPLM(str(model_folder), device="cpu", batch_size=0)
+
+
+def test_processes_that_do_not_know_each_other_are_refused(language_model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2, but accelerate sees 1 process"):
+        language_model._join_processes(in_tensor_parallel=False)
+    language_model._join_processes(in_tensor_parallel=True)
+
+
+def test_fewer_documents_than_processes_are_refused(manager):
+    """The harness would wait for ever."""
+    tasks = manager.load(["mrp_tiny"])
+    two = SimpleNamespace(world_size=2)
+    for chosen in ({"limit": 1}, {"limit": 0.001}, {"chosen": {"mrp_tiny": [5]}}):
+        with pytest.raises(ValueError, match=r"mrp_tiny has 1 document\(s\) here for 2 processes"):
+            check_every_process_has_documents(two, tasks, **chosen)
+        check_every_process_has_documents(SimpleNamespace(world_size=1), tasks, **chosen)
+    for chosen in ({}, {"limit": 2}, {"chosen": {"mrp_tiny": [5, 7]}}):
+        check_every_process_has_documents(two, tasks, **chosen)
 
 
 def test_auto_halves_the_batch_when_memory_runs_out(language_model, monkeypatch):

@@ -147,7 +147,14 @@ def test_an_empty_context_and_the_mask_token(model):
 def test_wrong_arguments_are_named(model):
     with pytest.raises(ValueError, match=r"likelihood_order='any'.*random, sequential"):
         BlockLikelihood(model, order="any")
-    with pytest.raises(ValueError, match=r"likelihood_samples=1.*2 or more"):
+    with pytest.raises(ValueError, match="likelihood_samples=1; allowed: an integer from 2"):
         BlockLikelihood(model, samples=1)
+    with pytest.raises(ValueError, match="likelihood_samples='many'; allowed: an integer from 2"):
+        BlockLikelihood(model, samples="many")
+    with pytest.raises(ValueError, match=r"likelihood_seed=0\.5; allowed: an integer"):
+        BlockLikelihood(model, seed=0.5)
+    for length in (0, -3, 257, "4"):
+        with pytest.raises(ValueError, match=f"likelihood_block_length={length!r}; allowed: an integer from 1 to 256"):
+            BlockLikelihood(model, block_length=length)
     with pytest.raises(ValueError, match="continuation is empty"):
         BlockLikelihood(model).estimate([1], [])

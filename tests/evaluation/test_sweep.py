@@ -5,7 +5,8 @@ import json
 
 import pytest
 import torch
-from evaluation_models import TASKS
+from evaluation_models import TASKS, make_model
+from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
@@ -37,6 +38,27 @@ def test_a_wrong_grid_is_a_user_error(tmp_path):
     (tmp_path / "grid.yaml").write_text("mrp_mode: none")
     with pytest.raises(ValueError, match="allowed: a list of parts"):
         sweep.read_grid(tmp_path / "grid.yaml")
+    with pytest.raises(ValueError, match=r"none\.yaml is no file"):
+        sweep.read_grid(tmp_path / "none.yaml")
+
+
+def test_what_has_no_curve_is_a_user_error():
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    sweep.check_task("mrp_tiny", manager)
+    with pytest.raises(ValueError, match="'mrp_tinny' is unknown"):
+        sweep.check_task("mrp_tinny", manager)
+    with pytest.raises(ValueError, match="'mrp_paper' is a group; allowed: one task"):
+        sweep.check_task("mrp_paper", manager)
+    with pytest.raises(ValueError, match="'mrp_tiny_choice' is of type multiple_choice"):
+        sweep.check_task("mrp_tiny_choice", manager)
+
+
+def test_a_wrong_point_is_found_before_the_first_is_measured():
+    config = make_model(6, 5).config
+    sweep.check_points(expand(DEFAULT_GRID), {"max_gen_toks": 8, "until": []}, config)
+    points = list(expand([{"mrp_mode": ["none", "fast"]}]))
+    with pytest.raises(ValueError, match=r"grid point .*fast.*: mrp_mode='fast'; allowed: one of none"):
+        sweep.check_points(points, {}, config)
 
 
 def test_a_half_written_row_is_dropped(tmp_path):

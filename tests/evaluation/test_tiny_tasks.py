@@ -116,23 +116,27 @@ def test_the_stock_command_gives_the_same_accuracy_in_none_and_speculative(tmp_p
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_result_of_one(model_folder, tmp_path):
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_two_processes_give_the_result_of_one(model_folder, tmp_path, launcher):
     """Seven documents, so one rank has four and the other three."""
     arguments = [
         "--model", "mrp", "--model_args", f"pretrained={model_folder},dtype=float32", "--device", "cpu",
         "--include_path", str(TASKS), "--tasks", "mrp_tiny,mrp_tiny_choice", "--limit", "7", "--batch_size", "2",
         "--gen_kwargs", "mrp_mode=speculative,draft_states=4,max_gen_toks=12", "--log_samples",
     ]  # fmt: skip
-    run(["-m", "modeling_mrp.evaluation.cli"], *arguments, "--output_path", str(tmp_path / "one"))
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    run(["-m", "modeling_mrp.evaluation.cli"], *arguments, "--output_path", str(tmp_path / "one"), **hidden)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # What `accelerate launch` does on GPUs; on a CPU it starts one process only.
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    run(
-        [*launch, "-m", "modeling_mrp.evaluation.cli"],
-        *arguments, "--output_path", str(tmp_path / "two"), ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
+        port = str(probe.getsockname()[1])
+    launch = {
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
+        # Without --multi_gpu accelerate starts a single process on a machine without GPUs.
+        "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+                       "--num_machines", "1", "--main_process_port", port, "--mixed_precision", "no",
+                       "--dynamo_backend", "no"],
+    }[launcher]  # fmt: skip
+    run([*launch, "-m", "modeling_mrp.evaluation.cli"], *arguments, "--output_path", str(tmp_path / "two"), **hidden)
     one, two = results_in(tmp_path / "one"), results_in(tmp_path / "two")
     for task in ("mrp_tiny", "mrp_tiny_choice"):
         for name, value in one["results"][task].items():

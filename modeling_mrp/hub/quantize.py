@@ -23,14 +23,15 @@ def backbone_weights(bits: int = 8, group_size: int = 32) -> Any:
         raise HubError(f"bits={bits!r}; allowed: {' or '.join(map(str, BITS))}.")
     try:
         import torch
-        from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
-        from torchao.quantization.granularity import PerGroup
+        from torchao.quantization import IntxWeightOnlyConfig
+        from torchao.quantization.granularity import PerAxis, PerGroup
         from transformers import TorchAoConfig
     except ImportError as error:
-        raise HubError("quantised weights need torchao: pip install torchao") from error
+        raise HubError('quantised weights need torchao 0.18 or newer: pip install "torchao>=0.18"') from error
+    # Plain storage runs on every device (the packed formats are each for one kind of GPU), and its weights are scaled
+    # before the product: Int8WeightOnlyConfig scales behind it, which overflows in float16.
     if bits == 8:
-        kind = Int8WeightOnlyConfig()
+        kind = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     else:
-        # torch.int4 in plain storage runs on every device; the packed formats are each for one kind of GPU.
         kind = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group_size))
     return TorchAoConfig(kind, modules_to_not_convert=list(KEPT))

@@ -28,7 +28,7 @@ def backbone_weights(bits: int = 8, group_size: int = 32) -> Any:
         from transformers import TorchAoConfig
     except ImportError as error:
         raise HubError('quantised weights need torchao 0.18 or newer: pip install "torchao>=0.18"') from error
-    # Plain storage runs on every device (the packed formats are each for one kind of GPU), and its weights are scaled
+    # Plain storage runs on every device (the packed formats are each for one kind), and its weights are scaled
     # before the product: Int8WeightOnlyConfig scales behind it, which overflows in float16.
     if bits == 8:
         kind = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))

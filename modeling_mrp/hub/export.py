@@ -119,7 +119,7 @@ def push_folder(
             commit_message="Upload by mrp-export",
             ignore_patterns=["__pycache__/**", "*.bin", "*.pt", "*.pth"],
         )
-    except (HFValidationError, LocalTokenNotFoundError) as error:
+    except (HFValidationError, LocalTokenNotFoundError, ConnectionError) as error:
         raise HubError(f"cannot push to {repo_id!r}: {error}") from error
     except HfHubHTTPError as error:
         raise HubError(f"the Hub refused the push to {repo_id!r}: {error}. Is `hf auth login` done?") from error

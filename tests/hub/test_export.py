@@ -144,6 +144,12 @@ def test_the_command(converted, tmp_path):
     assert (tmp_path / "kernels" / "build" / "torch-cuda" / "metadata.json").exists()
 
 
+def test_a_push_without_a_network_is_said(exported, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"cannot push to 'me/model': .*offline mode"):
+        export.push_folder(exported, "me/model", token="hf_x")
+
+
 def test_the_kernel_repository_loads_with_the_kernels_library(tmp_path):
     """In a process of its own, offline, without this package: the Hub library's own loader, on its CPU build."""
     python = os.environ.get("MRP_KERNELS_PYTHON", sys.executable)

@@ -15,14 +15,14 @@ except ImportError as error:
 
 
 @triton.jit
-def _sortable(x):
+def sortable(x):
     """int64 whose order is that of the float32 scalar `x`; its own inverse on the low 32 bits."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
-def _from_sortable(key):
+def from_sortable(key):
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -96,35 +96,35 @@ def _threshold_kernel(
     largest = tl.max(highest, axis=0)
     floor = tl.minimum(tl.min(lowest, axis=0), largest)
     if TOP_K:
-        low = _sortable(floor)
-        high = _sortable(largest)
+        low = sortable(floor)
+        high = sortable(largest)
         while low < high:
             middle = (low + high) >> 1
             count = _measure_above(
-                logits, residual, residual_scale, vocab, mask_token, _from_sortable(middle), floor, largest,
+                logits, residual, residual_scale, vocab, mask_token, from_sortable(middle), floor, largest,
                 inverse_temperature, False, HAS_RESIDUAL, BLOCK,
             )  # fmt: skip
             kept = count < top_k
             high = tl.where(kept, middle, high)
             low = tl.where(kept, low, middle + 1)
-        floor = _from_sortable(low)
+        floor = from_sortable(low)
     if TOP_P:
         limit = top_p * _measure_above(
             logits, residual, residual_scale, vocab, mask_token, -float("inf"), floor, largest,
             inverse_temperature, True, HAS_RESIDUAL, BLOCK,
         )  # fmt: skip
-        low = _sortable(floor)
-        high = _sortable(largest)
+        low = sortable(floor)
+        high = sortable(largest)
         while low < high:
             middle = (low + high) >> 1
             mass = _measure_above(
-                logits, residual, residual_scale, vocab, mask_token, _from_sortable(middle), floor, largest,
+                logits, residual, residual_scale, vocab, mask_token, from_sortable(middle), floor, largest,
                 inverse_temperature, True, HAS_RESIDUAL, BLOCK,
             )  # fmt: skip
             kept = mass < limit
             high = tl.where(kept, middle, high)
             low = tl.where(kept, low, middle + 1)
-        floor = _from_sortable(low)
+        floor = from_sortable(low)
     tl.store(threshold + row, floor)
 
 

@@ -15,6 +15,9 @@ MAX_SIZE = 256
 def shortlist(logits: Tensor, size: int = 64, *, mask_token_id: int | None = None, kernels: str = "auto") -> Shortlist:
     """The `size` best tokens of each row and what is left of its softmax.
 
+    Which of the tokens that tie with the list's last are in it, and the order of equal ones, may differ between the
+    kernel and its twin.
+
     Args:
         logits: `[rows, vocab]`, float32, float16 or bfloat16: the backbone's `A`.
         size: tokens a row, at most 256 and fewer than the tokens that can be chosen.

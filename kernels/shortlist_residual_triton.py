@@ -1,7 +1,11 @@
 """Triton kernels of `shortlist` and `shortlist_residual`.
 
-The selection itself is `torch.topk` (a radix select); what a kernel adds is the rest of the softmax in one pass,
-summed without the list instead of subtracted from the whole, which would lose a small rest to rounding.
+The selection needs no sort of the vocabulary. The first kernel reads each logit once and keeps, of each small group,
+the largest and the softmax sums relative to it. The `size` best logits lie in the `size` groups with the largest
+maxima (whatever lies elsewhere has `size` logits above it), so the second, one program a row, picks these groups and
+then the best of their few thousand logits. The rest of the softmax is what the other groups sum to plus what these
+groups hold beside the list: summed without the list, not subtracted from the whole, which would lose a small rest to
+rounding.
 """
 
 import torch
@@ -9,9 +13,10 @@ from torch import Tensor
 
 from .philox_torch import NoiseKey
 from .philox_triton import gumbel_at
-from .reveal_statistics_torch import TINY, RevealStatistics
+from .reveal_statistics_torch import RevealStatistics
 from .reveal_statistics_triton import noise_arguments
-from .shortlist_residual_torch import Shortlist, best_tokens
+from .reveal_threshold_triton import from_sortable, sortable
+from .shortlist_residual_torch import Shortlist
 
 try:  # transformers' check of remote code tolerates a missing package only in a try block
     import triton
@@ -21,29 +26,95 @@ except ImportError as error:
 
 
 @triton.jit
-def _rest_kernel(
-    logits, lowest, largest, partial, rows, vocab, splits, logits_stride, mask_token, BLOCK: tl.constexpr
-):
-    """Per (row, split): mass below the list's lowest logit, its weighted sum, and the tokens that tie with it.
+def _key(x, index):
+    """int64 that orders by falling `x`, then by rising `index`; never equal for two indices."""
+    return (sortable(x) << 32) | (0xFFFFFFFF - index)
 
-    The mask token is never in the list, so it counts as below it, whatever its logit.
-    """
+
+@triton.jit
+def _index(key):
+    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
+
+
+@triton.jit
+def _group_kernel(
+    logits, partial, rows, vocab, groups, logits_stride, mask_token, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """`partial` `[fields, rows, groups]`: largest logit that may be listed, largest, sum of weights, weighted sum."""
     row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    index = split * BLOCK + tl.arange(0, BLOCK)
-    inside = index < vocab
-    x = tl.load(logits + row * logits_stride + index, mask=inside, other=-float("inf")).to(tl.float32)
-    bound = tl.load(lowest + row)
-    is_mask = index == mask_token
-    shifted = x - tl.load(largest + row)
-    shifted = tl.where(shifted < -104.0, -104.0, shifted)
-    # "not >=" instead of "<", so that a NaN is counted, and shows.
-    weight = tl.where(inside & (is_mask | ((x >= bound) == 0)), tl.exp(shifted), 0.0)
-    output = partial + row * splits + split
-    field = rows.to(tl.int64) * splits
-    tl.store(output, tl.sum(weight, axis=0))
-    tl.store(output + field, tl.sum(weight * shifted, axis=0))
-    tl.store(output + 2 * field, tl.sum(tl.where((x == bound) & (is_mask == 0), 1.0, 0.0), axis=0))
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    index = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x = tl.load(logits + row * logits_stride + index, mask=index < vocab, other=-float("inf")).to(tl.float32)
+    largest = tl.max(x, axis=1)
+    shifted = x - tl.where(largest == -float("inf"), 0.0, largest)[:, None]
+    weight = tl.exp(shifted)
+    output = partial + row * groups + group
+    field = rows.to(tl.int64) * groups
+    inside = group < groups
+    tl.store(output, tl.max(tl.where(index == mask_token, -float("inf"), x), axis=1), mask=inside)
+    tl.store(output + field, largest, mask=inside)
+    tl.store(output + 2 * field, tl.sum(weight, axis=1), mask=inside)
+    # 0 * -inf would be NaN; a NaN is not lost here, it shows in the weight.
+    tl.store(output + 3 * field, tl.sum(weight * tl.maximum(shifted, -104.0), axis=1), mask=inside)
+
+
+@triton.jit
+def _select_kernel(
+    logits,
+    partial,
+    tokens,
+    values,
+    rest_log_sum_exp,
+    rest_mean_logit,
+    rows,
+    vocab,
+    groups,
+    size,
+    logits_stride,
+    mask_token,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    source = partial + row * groups
+    field = rows.to(tl.int64) * groups
+    low = -float("inf")
+    group = tl.arange(0, GROUPS)
+    inside = group < groups
+    group_key = _key(tl.load(source + group, mask=inside, other=low), group.to(tl.int64))
+    picked = tl.topk(group_key, SIZE)
+    is_picked = group_key >= tl.min(picked, axis=0)
+
+    # A group beyond the last may have been picked where there are few: all of its indices are outside.
+    index = _index(picked)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    exists = index < vocab
+    x = tl.load(logits + index, mask=exists, other=low).to(tl.float32)
+    key = tl.where(exists & (index != mask_token), _key(x, index), -0x8000000000000000)
+    best = tl.topk(tl.reshape(key, [SIZE * WIDTH]), SIZE)
+    at = tl.arange(0, SIZE)
+    listed = at < size
+    tl.store(tokens + row * size + at, _index(best), mask=listed)
+    tl.store(values + row * size + at, from_sortable(best >> 32), mask=listed)
+    is_rest = exists & (key < tl.min(tl.where(listed, best, 0x7FFFFFFFFFFFFFFF), axis=0))
+
+    largest = tl.load(source + field + group, mask=inside, other=low)
+    top = tl.max(largest, axis=0)
+    shift = tl.maximum(largest - top, -104.0)
+    scale = tl.where(is_picked, 0.0, tl.exp(shift))
+    sums = tl.load(source + 2 * field + group, mask=inside, other=0.0)
+    weighted = tl.load(source + 3 * field + group, mask=inside, other=0.0)
+    # A group's sum of w (x - m), from its own largest logit m to the row's M: m - M is added to each x - m.
+    rest = tl.sum(scale * sums, axis=0)
+    mean = tl.sum(scale * (weighted + shift * sums), axis=0)
+    shifted = x - top
+    weight = tl.where(is_rest, tl.exp(shifted), 0.0)
+    rest += tl.sum(tl.sum(weight, axis=1), axis=0)
+    mean += tl.sum(tl.sum(weight * tl.maximum(shifted, -104.0), axis=1), axis=0)
+    rest = tl.where(rest < 1.1754943508222875e-38, 1.1754943508222875e-38, rest)
+    tl.store(rest_log_sum_exp + row, top + tl.log(rest))
+    tl.store(rest_mean_logit + row, top + mean / rest)
 
 
 @triton.jit
@@ -165,38 +236,55 @@ def _choose_kernel(
     tl.store(runner_up_probability_out + row, tl.exp(runner - largest) / total)
 
 
+def group_width(size: int, vocab: int) -> tuple[int, int]:
+    """The list's padded size, and how many logits make a group: the width whose larger search is the smallest.
+
+    One program searches first the groups and then the logits of the picked ones, all in registers.
+    """
+    padded = triton.next_power_of_2(size)
+
+    def larger(width: int) -> int:
+        return max(triton.next_power_of_2(triton.cdiv(vocab, width)), padded * width)
+
+    return padded, min((8, 16, 32, 64, 128), key=larger)
+
+
 def shortlist_triton(logits: Tensor, size: int, mask_token_id: int | None) -> Shortlist:
     """See `shortlist_residual.shortlist`."""
     rows, vocab = logits.shape
+    device = logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    values, tokens = best_tokens(logits, size, mask_token_id)
-    largest, lowest = values[:, 0], values[:, -1].contiguous()
-    if mask_token_id is not None:
-        largest = torch.maximum(largest, logits[:, mask_token_id].float())
-    largest = largest.contiguous()
-    block = min(4096, max(128, triton.next_power_of_2(vocab)))
-    splits = triton.cdiv(vocab, block)
-    partial = torch.empty(3, rows, splits, device=logits.device, dtype=torch.float32)
+    padded, width = group_width(size, vocab)
+    groups = triton.cdiv(vocab, width)
+    together = min(4096 // width, triton.next_power_of_2(groups))
+    mask_token = -1 if mask_token_id is None else mask_token_id
+    partial = torch.empty(4, rows, groups, device=device, dtype=torch.float32)
+    tokens = torch.empty(rows, size, device=device, dtype=torch.int64)
+    values = torch.empty(rows, size, device=device, dtype=torch.float32)
+    rest_log_sum_exp, rest_mean_logit = torch.empty(2, rows, device=device, dtype=torch.float32)
     if rows:
-        _rest_kernel[(rows, splits)](
+        numbers = (logits.stride(0), mask_token)
+        _group_kernel[(rows, triton.cdiv(groups, together))](
+            logits, partial, rows, vocab, groups, *numbers, GROUPS=together, WIDTH=width, num_warps=8
+        )
+        _select_kernel[(rows,)](
             logits,
-            lowest,
-            largest,
             partial,
+            tokens,
+            values,
+            rest_log_sum_exp,
+            rest_mean_logit,
             rows,
             vocab,
-            splits,
-            logits.stride(0),
-            -1 if mask_token_id is None else mask_token_id,
-            BLOCK=block,
-            num_warps=max(1, min(8, block // 512)),
+            groups,
+            size,
+            *numbers,
+            GROUPS=max(padded, triton.next_power_of_2(groups)),
+            WIDTH=width,
+            SIZE=padded,
+            num_warps=16,
         )
-    below, weighted, ties = partial.sum(dim=2)
-    shifted = lowest - largest
-    left_out = (ties - (values == lowest[:, None]).sum(dim=1)) * shifted.exp()
-    rest = (below + left_out).clamp(min=TINY)
-    mean = (weighted + left_out * shifted) / rest
-    return Shortlist(tokens, values, largest + rest.log(), largest + mean)
+    return Shortlist(tokens, values, rest_log_sum_exp, rest_mean_logit)
 
 
 def shortlist_residual_triton(

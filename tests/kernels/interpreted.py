@@ -180,18 +180,53 @@ def test_attention_does_not_write_behind_the_capacity():
     assert torch.equal(buffer[:, :, 6:8], arguments[1][:, :, :2])
 
 
+def assert_lists_equal(twin, kernel, logits, mask) -> None:
+    """The same list, but for which of the tokens that tie are in it, and in which order."""
+    assert torch.equal(kernel.logits, twin.logits)
+    assert torch.equal(logits.float().gather(1, kernel.tokens), kernel.logits)
+    assert all(len(set(row)) == len(row) and mask not in row for row in kernel.tokens.tolist())
+    for name in ("rest_log_sum_exp", "rest_mean_logit"):
+        torch.testing.assert_close(getattr(kernel, name), getattr(twin, name), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", [None, 0, 1002])
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0}, {"temperature": 2.0, "top_k": 5, "top_p": 0.9}])
 def test_shortlist(dtype, mask, options):
     rows, vocab, size, hidden = 5, 1003, 19, 72
-    twin, kernel = both(shortlist, logits_of(rows, vocab, dtype), size, mask_token_id=mask)
-    assert_fields_close(twin, kernel)
+    logits = logits_of(rows, vocab, dtype)
+    twin, kernel = both(shortlist, logits, size, mask_token_id=mask)
+    assert_lists_equal(twin, kernel, logits, mask)
     generator = torch.Generator().manual_seed(4)
     residual = inside_nan(torch.randn(rows, hidden, generator=generator).to(dtype))
     weight = inside_nan((torch.randn(vocab, hidden, generator=generator) * 0.2).to(dtype))
     noise = noise_of(rows) if options else None
     assert_fields_close(*both(shortlist_residual, twin, residual, weight, residual_scale=0.5, noise=noise, **options))
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(9, 8), (60, 60), (300, 2), (2001, 9), (3000, 200), (151936, 64)])
+def test_shortlist_of_any_size(vocab, size):
+    """Also lists as long as the vocabulary, the best all in one group, all ties, and a mask token that would lead."""
+    rows = 2 if vocab < 2500 else 1
+    logits = logits_of(rows, vocab, torch.bfloat16, seed=vocab)
+    mask = vocab // 2 if vocab > size else None
+    if rows > 1:
+        logits[0, : size + 3] += 40
+        logits[1] = torch.arange(vocab) % 7
+        logits[1, vocab // 2] = 50.0
+    twin, kernel = both(shortlist, logits, size, mask_token_id=mask)
+    assert_lists_equal(twin, kernel, logits, mask)
+
+
+def test_a_nan_shows_in_the_shortlist_of_its_row_only():
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(7))
+    logits[1, 1234] = torch.nan
+    logits[2, 5] = -torch.tensor(torch.nan)
+    for kernels in ("torch", "triton"):
+        short = shortlist(logits, 16, mask_token_id=3, kernels=kernels)
+        found = shortlist_residual(short, torch.randn(4, 8), torch.randn(3000, 8), kernels=kernels)
+        assert found.log_sum_exp.isnan().tolist() == [False, True, True, False]
+        assert ((found.token >= 0) & (found.token < 3000)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

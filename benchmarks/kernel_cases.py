@@ -33,6 +33,11 @@ MODELS = (
 )
 MASK_TOKEN = 151669
 BLOCK = 16
+# batch, segments, prefix
+ATTENTION_SHAPES = ((1, 1, 4096), (1, 4, 512), (1, 4, 4096), (1, 16, 4096), (16, 4, 4096))
+HEADLINE_ATTENTION = f"4B, batch 1, 4 x {BLOCK} on 4096"
+LOSS_TOKENS = 4096
+SHORTLIST = 64
 
 
 @dataclass(frozen=True)
@@ -127,26 +132,27 @@ def attention_arguments(
 def attention_cases() -> Iterator[Case]:
     """One, four and sixteen segments, short and long prefixes, alone and batched."""
     for model in MODELS[:2]:  # 8B has the attention shape of 4B
-        for batch, segments, prefix in ((1, 1, 4096), (1, 4, 512), (1, 4, 4096), (1, 16, 4096), (16, 4, 4096)):
+        for batch, segments, prefix in ATTENTION_SHAPES:
             tokens = segments * BLOCK
             keys = prefix + tokens
 
             def build(device: torch.device, model=model, batch=batch, segments=segments, prefix=prefix):
                 return attention_arguments(model, batch, segments, prefix, device)
 
+            shape = f"{model.name}, batch {batch}, {segments} x {BLOCK} on {prefix}"
             yield Case(
                 "packed_block_attention",
-                f"{model.name}, batch {batch}, {segments} x {BLOCK} on {prefix}",
+                shape,
                 build,
                 bytes_moved=2 * batch * model.head_dim * (2 * model.kv_heads * keys + 2 * model.heads * tokens),
                 operations=4 * batch * model.heads * tokens * keys * model.head_dim,
-                headline=model.name == "4B" and (batch, segments, prefix) == (1, 4, 4096),
+                headline=shape == HEADLINE_ATTENTION,
             )
 
 
 def shortlist_cases() -> Iterator[Case]:
     """Selecting 64 tokens for 16 positions, and correcting them."""
-    rows, size = BLOCK, 64
+    rows, size = BLOCK, SHORTLIST
     vocab = MODELS[0].vocab
     yield Case(
         "shortlist",
@@ -229,8 +235,9 @@ def input_cases() -> Iterator[Case]:
             )
 
 
-def loss_cases(tokens: int = 4096) -> Iterator[Case]:
+def loss_cases() -> Iterator[Case]:
     """The training loss with its gradient."""
+    tokens = LOSS_TOKENS
     for model in MODELS[1:2]:
 
         def build(device: torch.device, model=model):

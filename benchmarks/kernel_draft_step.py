@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from mrp_kernels.mrp_input_torch import rms_norm
 from torch import Tensor
 
-from .kernel_cases import BLOCK, MASK_TOKEN, Model, random
+from . import kernel_cases
+from .kernel_cases import BLOCK, Model, random
 
 HEAD_LAYERS = 3
-SHORTLIST = 64
 
 
 @dataclass
@@ -79,7 +79,7 @@ def draft_and_backbone(
         "max_prefix_length": prefix,
     }
     logits = random(BLOCK, model.vocab, device=device, scale=3.0)
-    short = mrp_kernels.shortlist(logits, SHORTLIST, mask_token_id=MASK_TOKEN)
+    short = mrp_kernels.shortlist(logits, kernel_cases.SHORTLIST, mask_token_id=kernel_cases.MASK_TOKEN)
 
     def draft() -> object:
         x = mrp_kernels.mrp_input(ids, state, embedding, norm, norm, projection)
@@ -88,13 +88,13 @@ def draft_and_backbone(
         return mrp_kernels.shortlist_residual(short, rms_norm(x, norm, 1e-6)[0], head)
 
     def select() -> object:
-        return mrp_kernels.shortlist(logits, SHORTLIST, mask_token_id=MASK_TOKEN)
+        return mrp_kernels.shortlist(logits, kernel_cases.SHORTLIST, mask_token_id=kernel_cases.MASK_TOKEN)
 
     def backbone() -> object:
         x = F.embedding(ids, embedding)
         for layer in layers[HEAD_LAYERS:]:
             x = forward_layer(x, layer, model, rope, attention)
         found = F.linear(rms_norm(x, norm, 1e-6), head)[0]
-        return mrp_kernels.reveal_statistics(found, mask_token_id=MASK_TOKEN)
+        return mrp_kernels.reveal_statistics(found, mask_token_id=kernel_cases.MASK_TOKEN)
 
     return draft, select, backbone

@@ -35,7 +35,7 @@ def can_fuse_rotary(attention: Any, hidden: Tensor, cos: Tensor, layout: Any) ->
 
 
 def _open(norm: nn.Module, hidden: Tensor) -> bool:
-    weight = getattr(norm, "weight", None)
+    weight: Any = getattr(norm, "weight", None)
     hooked = "forward" in vars(norm) or len(norm._forward_hooks) + len(norm._forward_pre_hooks) > 0
     if type(norm) not in (Qwen3RMSNorm, Qwen3MoeRMSNorm) or hooked or type(weight) is not nn.Parameter:
         return False
@@ -48,7 +48,7 @@ class _Fused:
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        layout = kwargs.get("packed_layout")
+        layout: Any = kwargs.get("packed_layout")
         if not can_fuse_rotary(self, hidden_states, position_embeddings[0], layout):
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)  # type: ignore[misc]
         leading = hidden_states.shape[:-1]

@@ -74,7 +74,7 @@ class DecodeEngine:
         self.advance = advances(model, options, self.policy, self.runner, seed)
         calibration = DraftCalibration.from_config(model.config.draft_calibration)
         self.planner = LatticePlanner(self.policy, calibration, block, self.device)
-        self.drafter = Drafter(model, options, self.policy, self.runner, seed, calibration.head_weight)
+        self.drafter = Drafter(model, options, self.policy, self.runner, seed, calibration.head_weights)
         # The step is part of a state's identity only where something reads it.
         self.compare_steps = options.temperature > 0 or self.policy.uniform_count is None
         self.speculative = options.mode == "speculative"

@@ -3,7 +3,7 @@
 A drafter predicts the statistics of the logits at the state that the backbone evaluates next. The policy itself, run
 on these predictions, gives the most likely trajectory: the *chain*. Predictions are uncertain, mostly in their order,
 so the *lattice* runs the policy on many perturbed copies of them, whose spread is calibrated on decoding traces
-(`benchmarks/calibrate_drafts.py`), and takes the states that these trajectories visit, best first: each next state is
+(`training/draft_traces.py`), and takes the states that these trajectories visit, best first: each next state is
 the one that lets most of the trajectories walk one state further. A state does not remember the order of its reveals,
 so trajectories that differ only in order share states. Whatever is drafted, the walk stays lossless.
 """
@@ -30,8 +30,9 @@ class DraftCalibration:
         quantiles: `[depths, bins, quantiles]`: of (backbone's - drafted) log-odds at evenly spaced probabilities, for
             states 0, 1, ... reveals behind the drafted one (the last depth stands for all further ones).
         flips: `[depths, bins]`: how often the backbone chooses another token than the drafted one.
-        head_weight: the drafted log-odds are this share of the head's and the rest of the known state's own, where
-            both name the same token; by maximum likelihood of the position that is revealed next.
+        head_weights: one per head pass of a draft: the drafted log-odds are this share of the head's and the rest of
+            the known state's own, where both name the same token; by maximum likelihood of the position that is
+            revealed next. Their number is the number of head passes for which the calibration holds.
     """
 
     def __init__(
@@ -39,26 +40,28 @@ class DraftCalibration:
         levels: list[float],
         quantiles: list[list[list[float]]],
         flips: list[list[float]],
-        head_weight: float = 1.0,
+        head_weights: list[float],
     ):
-        self.head_weight = head_weight
+        self.head_weights = head_weights
         self.levels, self.quantiles, self.flips = (torch.tensor(part) for part in (levels, quantiles, flips))
         bins = len(levels) + 1
         if self.quantiles.ndim != 3 or self.quantiles.shape[1] != bins or self.flips.shape != self.quantiles.shape[:2]:
             raise ValueError(
                 f"draft_calibration: quantiles {list(self.quantiles.shape)} and flips {list(self.flips.shape)} do "
                 f"not fit {len(levels)} levels; allowed: [depths, {bins}, quantiles] and [depths, {bins}]. Write them "
-                "with benchmarks/calibrate_drafts.py --write."
+                "with mrp-train calibrate."
             )
+        if not head_weights:
+            raise ValueError("draft_calibration: head_weights=[]; allowed: one number per head pass.")
 
     @classmethod
     def from_config(cls, values: dict[str, Any] | None) -> "DraftCalibration":
         """The calibration that a model config holds, or the one fitted on the tiny model."""
         values = TINY_CALIBRATION if values is None else values
-        if set(values) != {"levels", "quantiles", "flips", "head_weight"}:
+        if set(values) != {"levels", "quantiles", "flips", "head_weights"}:
             raise ValueError(
-                f"draft_calibration has entries {sorted(values)}; allowed: levels, quantiles, flips, head_weight. "
-                "Write them with benchmarks/calibrate_drafts.py --write."
+                f"draft_calibration has entries {sorted(values)}; allowed: levels, quantiles, flips, head_weights. "
+                "Write them with mrp-train calibrate."
             )
         return cls(**values)
 

@@ -5,6 +5,7 @@ FreeDave does. Over a large vocabulary the head's correction is computed for a *
 backbone's own logits A: C is small, so the winner of A + C is almost surely among them, and the walk stays lossless.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Drafter:
         policy: the reveal policy, which leads the head's chain from state to state.
         runner: the head, or `None` for the zero drafter.
         seed: of the sampling noise.
-        head_weight: share of the head in the drafted log-odds; see `DraftCalibration`.
+        head_weights: share of the head in the drafted log-odds, by pass; see `DraftCalibration`.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Drafter:
         policy: RevealPolicy,
         runner: HeadRunner | None,
         seed: int,
-        head_weight: float = 1.0,
+        head_weights: Sequence[float] = (1.0,),
     ):
-        self.head_weight = head_weight
+        self.head_weights = head_weights
         self.model, self.options, self.policy, self.runner, self.seed = model, options, policy, runner, seed
 
     @property
@@ -72,7 +73,7 @@ class Drafter:
                 accumulated = self.runner.run(ids[:, None], accumulated, known.start, known.longest, known.ragged)
             elif d > 0 and not sampled:
                 break
-            statistics = self._blended(known, self._statistics(known, accumulated[:, 0], step + d))
+            statistics = self._blended(known, self._statistics(known, accumulated[:, 0], step + d), min(d, passes - 1))
             if found and not sampled:
                 # Where the trajectory has revealed a position already, others may not have: keep what was known of it.
                 kept = (torch.where(ids == MASKED, new, old) for new, old in zip(statistics, found[-1], strict=True))
@@ -86,12 +87,13 @@ class Drafter:
         statistics = RevealStatistics(*stacked)
         return DraftStatistics(_choice(statistics), statistics.runner_up)
 
-    def _blended(self, known: KnownState, statistics: RevealStatistics) -> RevealStatistics:
-        """The head's log-odds and the known state's own, where both name the same token."""
-        if self.runner is None or self.head_weight == 1.0:
+    def _blended(self, known: KnownState, statistics: RevealStatistics, index: int) -> RevealStatistics:
+        """The log-odds of head pass `index` and the known state's own, where both name the same token."""
+        weight = self.head_weights[min(index, len(self.head_weights) - 1)]
+        if self.runner is None or weight == 1.0:
             return statistics
         before = known.statistics.choice
-        mixed = torch.lerp(before.log_odds, statistics.log_odds, self.head_weight)
+        mixed = torch.lerp(before.log_odds, statistics.log_odds, weight)
         log_odds = torch.where(before.token == statistics.token, mixed, statistics.log_odds)
         return statistics._replace(log_odds=log_odds, probability=torch.sigmoid(log_odds))
 

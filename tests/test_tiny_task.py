@@ -101,11 +101,13 @@ def test_shipped_code_is_linked_not_copied() -> None:
 @pytest.mark.slow
 def test_rebuild_command_runs_end_to_end_and_continues(tmp_path: Path) -> None:
     from modeling_mrp.tiny.build import build
+    from modeling_mrp.tiny.heads import RECIPE
+    from modeling_mrp.training.config import load_config
 
     arguments = {"head_steps": 2, "count": 24, "seed": 0, "threads": 1, "compiled": False, "copy": False}
     build(tmp_path, steps=2, **arguments)
     model = MRPForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert model.config.num_nextn_predict_layers == 2
+    assert model.config.num_nextn_predict_layers == load_config(RECIPE, []).head.layers
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     build(tmp_path, steps=2, **arguments)
     again = MRPForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

@@ -18,30 +18,33 @@ from ..head_artifact import load_head
 from ..modeling_mrp import MRPForCausalLM
 from ..training.config import load_config
 from ..training.run import train
-from .heads import RECIPE, write_trajectories
+from .heads import RECIPE, recipe_overrides, write_trajectories
 from .task import Problem, is_correct, problems
 from .tokenizer import build_tokenizer
 
+# The backbone runs where the states of a variant are not those of the recording.
+_LIVE = ["objective.layout=shared", "data.recorded_states=null"]
 VARIANTS: dict[str, list[str]] = {
     "recipe": [],
     "direct MTP": ["head.prediction=direct"],
-    "published": [
-        "objective.steps=1", "objective.reveal_rule=ground_truth", "objective.noise_level=sample",
-        "objective.weighting=inverse_rate", "objective.reveals=[1, 1]", "objective.supervise_revealed=0",
-    ],
     "K = 1": ["objective.steps=1"],
-    "K = 3": ["objective.steps=3"],
-    "reveals: ground truth": ["objective.reveal_rule=ground_truth"],
-    "reveals: confident": ["objective.reveal_rule=confident"],
-    "reveals: recorded": ["objective.reveal_rule=recorded"],
-    "states: random": ["objective.noise_level=block"],
-    "one reveal per step": ["objective.reveals=[1, 1]"],
-    "revealed places unsupervised": ["objective.supervise_revealed=0"],
+    "K = 2": ["objective.steps=2"],
     "depth 1": ["head.layers=1"],
-    "depth 3": ["head.layers=3"],
+    "depth 2": ["head.layers=2"],
     "depth 4": ["head.layers=4"],
     "init: identity": ["head.initialization=identity"],
     "init: normal": ["head.initialization=normal"],
+    "no certainty loss": ["objective.certainty_weight=0"],
+    "revealed places unsupervised": ["objective.supervise_revealed=0"],
+    "1 to 3 reveals per step": ["objective.reveals=[1, 3]"],
+    "reveals: ground truth": [*_LIVE, "objective.reveal_rule=ground_truth"],
+    "reveals: confident": [*_LIVE, "objective.reveal_rule=confident"],
+    "reveals: drafted": [*_LIVE, "objective.reveal_rule=drafted"],
+    "published": [
+        *_LIVE, "objective.steps=1", "objective.reveal_rule=ground_truth", "objective.noise_level=sample",
+        "objective.weighting=inverse_rate", "objective.supervise_revealed=0", "objective.certainty_weight=0",
+        "head.initialization=normal", "head.deviation=0.2",
+    ],
 }  # fmt: skip
 _DRAFT_STATES = 8
 _BATCH = 50
@@ -59,9 +62,7 @@ def ablate(
         count: held-out problems.
         only: names of variants, default all.
     """
-    data = work / "trajectories.jsonl"
-    if not data.exists():
-        write_trajectories(model_folder, data)
+    write_trajectories(model_folder, work / "trajectories.jsonl")
     results = work / "results.jsonl"
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     done = {row["variant"] for row in rows}
@@ -84,7 +85,7 @@ def _measure_variant(name: str, model_folder: Path, work: Path, steps: int, coun
         return measure_head(model, count, drafter="zero")
     folder = work / name.replace(" ", "_").replace(":", "").replace("=", "").replace(",", "")
     if not (folder / "mrp_head.safetensors").exists():
-        paths = [f"output={folder}", f"model.path={model_folder}", f"data.train={work / 'trajectories.jsonl'}"]
+        paths = recipe_overrides(model_folder, work / "trajectories.jsonl", folder)
         quiet = [f"trainer.max_steps={steps}", "trainer.save_strategy='no'", "trainer.disable_tqdm=true"]
         train(load_config(RECIPE, [*paths, *quiet, *VARIANTS[name]]))
     load_head(model, folder)

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from ..generation_config_mrp import MRPGenerationConfig
 from ..hub.remote_code import AUTO_MAP, code_files, copy_code
 from .backbone import STEPS, accuracy, tiny_config, train_backbone
-from .head_training import STEPS as HEAD_STEPS
 from .heads import PROBLEMS, train_heads
 from .tokenizer import build_tokenizer
 
@@ -32,14 +31,16 @@ def recipe() -> None:
 def build(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps of the backbone.")] = STEPS,
-    head_steps: Annotated[int, typer.Option(min=1, help="Training steps of each head.")] = HEAD_STEPS,
+    head_steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of each head; default as in heads.yaml.")
+    ] = None,
     count: Annotated[int, typer.Option(min=24, help="Problems whose states the heads train on.")] = PROBLEMS,
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     compiled: Annotated[bool, typer.Option(help="Use torch.compile, which pays after some hundred steps.")] = True,
     copy: Annotated[bool, typer.Option(help="Copy the modelling code into the folder.")] = True,
 ) -> None:
-    """Trains backbone and heads (about 45 minutes on two cores) and writes a folder that loads as it stands."""
+    """Trains backbone and heads (about an hour on two cores) and writes a folder that loads as it stands."""
     torch.set_num_threads(threads)
     work = out / "work"
     model = train_backbone(work, steps, seed, compiled)
@@ -47,7 +48,7 @@ def build(
     if copy:
         copy_code(out)
     typer.echo(f"static accuracy on 100 held-out problems: {accuracy(model, 100):.1%}")
-    train_heads(out, work, head_steps, seed, count, compiled)
+    train_heads(out, work, head_steps, seed, count)
 
 
 @app.command()

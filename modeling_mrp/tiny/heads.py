@@ -1,7 +1,6 @@
-"""The head stage of the tiny recipe: a residual head and a direct-MTP head of the same size, on recorded states.
+"""The tiny recipe's heads: `heads.yaml` run by `mrp-train`, once as it is and once as the direct-MTP control.
 
-`heads.yaml` trains the same kind of head by `mrp-train`, as one would on a real model; `ablation.py` compares its
-variants.
+`ablation.py` compares the recipe's variants.
 """
 
 import json
@@ -10,31 +9,25 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from ..head_artifact import load_head, save_head
-from ..modeling_mrp import MRPForCausalLM, MRPHead
+from ..modeling_mrp import MRPForCausalLM
+from ..training.config import load_config
 from ..training.record import record_trajectories
-from .head_states import load_or_record
-from .head_training import STEPS, train_head
+from ..training.run import train
 from .task import problems
 
 RECIPE = Path(__file__).with_name("heads.yaml")
-TRAJECTORIES = 4000
 PROBLEMS = 1600
-LAYERS = 2
+_MAX_NEW_TOKENS = 72
+_BATCH = 64
 # The backbone's training stream counts its steps from 0; no step of it ever reaches this seed.
 _SEED = 10_000_000
 _DIRECT_HEAD = "direct_head"
 
 
 def train_heads(
-    model_folder: Path,
-    work: Path,
-    steps: int = STEPS,
-    seed: int = 0,
-    count: int = PROBLEMS,
-    compile_step: bool = True,
+    model_folder: Path, work: Path, steps: int | None = None, seed: int = 0, count: int = PROBLEMS
 ) -> None:
     """Trains both heads on the backbone in `model_folder` and puts them there.
 
@@ -43,48 +36,45 @@ def train_heads(
 
     Args:
         model_folder: backbone, tokenizer and config.
-        work: folder for recorded states and finished heads; a stage that is there is not run again.
-        steps: training steps of each head.
+        work: folder for the recording, checkpoints and finished heads; what is there is used or continued.
+        steps: training steps of each head, default as in `heads.yaml`.
         seed: of data and initialisation.
-        count: problems whose states are recorded.
-        compile_step: whether the training step goes through `torch.compile`.
+        count: problems whose trajectories are recorded.
     """
+    data = write_trajectories(model_folder, work / "trajectories.jsonl", count)
     for prediction in ("residual", "direct"):
         folder = work / f"{prediction}_head"
         if (folder / "mrp_head.safetensors").exists():
             continue
-        torch.manual_seed(seed)
-        # Without its own head, if one was installed before: the head trained here must not begin from it.
-        model = MRPForCausalLM.from_pretrained(model_folder, dtype=torch.float32, head_prediction=prediction).eval()
-        fresh_head(model)
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        states = load_or_record(work / "states.pt", model, tokenizer, count, seed, {"mrp_mode": "none"})
-        # Under torch.compile plain batched products are faster than sdpa on a CPU.
-        model.set_attn_implementation("eager")
-        train_head(model, states, steps, seed, compile_step=compile_step)
-        model.config.draft_calibration = None
-        save_head(model, folder, "sdar-tiny-mrp")
+        overrides = [*recipe_overrides(model_folder, data, folder), f"head.prediction={prediction}"]
+        overrides += [f"trainer.seed={seed}"] + ([] if steps is None else [f"trainer.max_steps={steps}"])
+        train(load_config(RECIPE, overrides), resume=True)
     install_heads(model_folder, work)
 
 
-def fresh_head(model: MRPForCausalLM) -> None:
-    """Gives `model` an untrained head of `LAYERS` layers."""
-    model.config.num_nextn_predict_layers = LAYERS
-    model.mrp = MRPHead(model.config)
-    model.mrp.apply(model._init_weights)
-    for layer in model.mrp.layers:
-        layer.self_attn.is_causal = False
+def recipe_overrides(model_folder: Path, data: Path, output: Path) -> list[str]:
+    """Overrides of `heads.yaml` that name the files."""
+    names = {"output": output, "model.path": model_folder, "data.train": data, "data.recorded_states": states_of(data)}
+    return [f"{name}={path}" for name, path in names.items()]
 
 
-def write_trajectories(model_folder: Path, output: Path, count: int = TRAJECTORIES) -> None:
-    """Lets the backbone answer `count` problems of the training stream, and keeps the order of its reveals."""
+def states_of(data: Path) -> Path:
+    """The folder of hidden states beside a file of trajectories."""
+    return data.with_name(data.name + ".states")
+
+
+def write_trajectories(model_folder: Path, output: Path, count: int = PROBLEMS) -> Path:
+    """Lets the backbone answer `count` problems of the training stream, unless `output` is there; returns it."""
+    if output.exists():
+        return output
     output.parent.mkdir(parents=True, exist_ok=True)
     prompts = output.with_name("prompts.jsonl")
     chosen = islice(problems("train", _SEED), count)
     prompts.write_text("".join(json.dumps({"prompt": problem.question}) + "\n" for problem in chosen))
-    part = output.with_suffix(".part")
-    record_trajectories(str(model_folder), str(prompts), part, max_new_tokens=72, batch_size=128)
-    part.replace(output)
+    record_trajectories(
+        str(model_folder), str(prompts), output, _MAX_NEW_TOKENS, _BATCH, hidden_states=states_of(output)
+    )
+    return output
 
 
 def install_heads(model_folder: Path, work: Path) -> None:

@@ -48,14 +48,29 @@ def record(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Let the backbone write the answers itself and note the order of its reveals, to train on what decoding meets."""
-    import torch
-
     from .record import record_trajectories
 
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise TrainingError(f"--dtype {dtype!r}; allowed: float32, bfloat16, float16.")
     states = output.with_name(output.name + ".states") if hidden_states else None
-    record_trajectories(model, data, output, max_new_tokens, batch_size, limit, states, getattr(torch, dtype), device)
+    record_trajectories(model, data, output, max_new_tokens, batch_size, limit, states, dtype, device)
+
+
+@app.command("calibrate")
+def calibrate(
+    model: Annotated[
+        Path, typer.Argument(help="Folder of a model with a head, or with a head-only artefact (--head).")
+    ],
+    data: Annotated[str, typer.Argument(help="jsonl or parquet with prompts (columns prompt, or messages).")],
+    head: Annotated[Path | None, typer.Option(help="Folder of a head-only artefact, to calibrate instead.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 256,
+    limit: Annotated[int, typer.Option(help="Prompts to use.")] = 100,
+    passes: Annotated[int, typer.Option(min=1, help="Head passes per draft (mrp_steps of a lattice).")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Fit how far drafts fall from the backbone, and write it into config.json (or mrp_head.json): better lattices."""
+    from .calibrate import calibrate_folder
+
+    calibrate_folder(model, data, head, max_new_tokens, limit, passes, dtype, device)
 
 
 @app.command("ablate")

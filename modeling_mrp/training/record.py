@@ -19,6 +19,8 @@ from .data import Collator, load_samples
 from .errors import TrainingError
 from .recorded_states import StateRecorder
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def record_trajectories(
     model_path: str,
@@ -28,7 +30,7 @@ def record_trajectories(
     batch_size: int,
     limit: int | None = None,
     hidden_states: Path | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: str = "float32",
     device: str = "cpu",
 ) -> int:
     """Writes one jsonl row per prompt: `input_ids`, `labels`, `reveal_order`; returns the number of rows.
@@ -37,7 +39,7 @@ def record_trajectories(
         model_path: backbone, run in `dtype` on `device`.
         data: rows with `prompt`, or `messages` (all but a last assistant turn are the prompt).
         output: file to write.
-        max_new_tokens: per row; rows that do not end by then are dropped.
+        max_new_tokens: per row; a row that does not end by then is cut behind its last whole block.
         batch_size: rows decoded together.
         limit: use only so many rows.
         hidden_states: folder for the backbone's hidden states at every state of the trajectories (see
@@ -46,12 +48,8 @@ def record_trajectories(
     Raises:
         TrainingError: a row has no prompt.
     """
-    model = MRPForCausalLM.from_pretrained(model_path, dtype=dtype).eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    samples = load_samples(data, "train", None, False)
-    if limit is not None:
-        samples = samples.select(range(min(limit, len(samples))))
-    prompts = [_prompt_ids(row, number, tokenizer) for number, row in enumerate(samples)]
+    model = load_model(model_path, dtype, device)
+    prompts = load_prompts(model_path, data, limit)
     # Rows of one batch should be of like length; the order of rows does not matter afterwards.
     prompts.sort(key=len)
     written = 0
@@ -76,13 +74,33 @@ def record_trajectories(
     return written
 
 
+def load_model(path: str, dtype: str, device: str) -> Any:
+    """A checkpoint in eval mode.
+
+    Raises:
+        TrainingError: `dtype` is unknown.
+    """
+    if dtype not in _DTYPES:
+        raise TrainingError(f"--dtype {dtype!r}; allowed: {', '.join(_DTYPES)}.")
+    return MRPForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype]).eval().to(device)
+
+
+def load_prompts(model_path: str, data: str, limit: int | None) -> list[list[int]]:
+    """Token ids of the prompts of a data set, by the model's own tokenizer and chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    samples = load_samples(data, "train", None, False)
+    if limit is not None:
+        samples = samples.select(range(min(limit, len(samples))))
+    return [_prompt_ids(row, number, tokenizer) for number, row in enumerate(samples)]
+
+
 def config_pad(model: Any) -> int:
     """The token that fills up a batch."""
     return 0 if model.config.pad_token_id is None else int(model.config.pad_token_id)
 
 
 def decode_trajectories(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Iterator[dict[str, list[int]]]:
-    """The rows of one batch of prompts, each up to the end of the block that holds its end token."""
+    """The rows of one batch of prompts, each up to the block that holds its end token, or to the last whole one."""
     config = model.config
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.zeros((len(prompts), longest), dtype=torch.int64, device=model.device)
@@ -98,11 +116,11 @@ def decode_trajectories(model: Any, prompts: list[list[int]], max_new_tokens: in
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     for index, prompt in enumerate(prompts):
         new = output.sequences[index, longest:].tolist()
-        end = next((place for place, token in enumerate(new) if token in ends), None)
-        if end is None:
-            continue
-        length = -(-(len(prompt) + end + 1) // config.block_size) * config.block_size - len(prompt)
-        if length > len(new):
+        end = next((place for place, token in enumerate(new) if token in ends), len(new) - 1)
+        block = config.block_size
+        whole = (len(prompt) + len(new)) // block * block
+        length = min(-(-(len(prompt) + end + 1) // block) * block, whole) - len(prompt)
+        if length <= 0:
             continue
         step = [-1] * len(prompt) + output.reveal_step[index, longest : longest + length].tolist()
         yield {

@@ -64,7 +64,7 @@ class RecordedStates:
         return self._tensor(self._clean[rows.cpu().numpy()])
 
     def states(self, rows: Tensor, revealed: Tensor) -> Tensor:
-        """`[..., hidden]` at token rows `[...]` of the state with so many (`[...]` int64) places of its block revealed.
+        """Hidden states `[..., hidden]` at token rows `[...]`, `revealed` `[...]` int64 places into its block.
 
         A finished block's state is not held (nothing of it is masked); the last one before it is returned instead.
         """

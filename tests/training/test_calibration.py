@@ -1,0 +1,81 @@
+"""Calibrating drafts: the fit says what the traces hold, is stored beside the head, and is read by generation."""
+
+import json
+
+import pytest
+import torch
+from training_models import small_model
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.draft_lattice import DraftCalibration
+from modeling_mrp.head_artifact import save_head
+from modeling_mrp.tiny.tokenizer import build_tokenizer
+from modeling_mrp.training.calibrate import calibrate_folder
+from modeling_mrp.training.draft_traces import LEVELS, QUANTILES, collect_traces, fit_calibration
+from modeling_mrp.training.errors import TrainingError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibrate")
+    tokenizer = build_tokenizer()
+    model = small_model(vocab_size=len(tokenizer) + 64, mask_token_id=tokenizer.mask_token_id)
+    model.save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
+    save_head(model, path / "head")
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 3"}) + "\n" for n in range(4)))
+    return path
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_fit_is_that_of_the_traces(passes):
+    model = small_model(eos_token_id=None).eval()
+    traces = collect_traces(model, [torch.arange(5, 12), torch.arange(20, 24)], 12, passes=passes)
+    assert set(traces["depth"].tolist()) <= set(range(model.config.block_size))
+    fitted = fit_calibration(traces, passes)
+    calibration = DraftCalibration(**fitted)
+    assert calibration.quantiles.shape == (passes + 2, len(LEVELS) + 1, QUANTILES)
+    assert len(fitted["head_weights"]) == passes
+    # By hand: the largest residual of the first state, over all levels.
+    here = traces["depth"] == 0
+    drafted = torch.lerp(traces["known"], traces["drafted"], fitted["head_weights"][0])
+    residual = (traces["actual"] - drafted)[here]
+    assert float(calibration.quantiles[0].max()) == pytest.approx(float(residual.max()), abs=1e-3)
+    assert float(calibration.quantiles[0].min()) == pytest.approx(float(residual.min()), abs=1e-3)
+
+
+def test_a_drafter_that_is_right_has_no_spread():
+    """A model without attention between places of a block would draft itself exactly; here: the traces say so."""
+    count = 40
+    values = torch.linspace(-2, 12, count)
+    exact = {
+        "depth": torch.zeros(count), "drafted": values, "known": values - 1, "actual": values,
+        "flip": torch.zeros(count), "group": torch.arange(count) // 4,
+    }  # fmt: skip
+    fitted = fit_calibration(exact)
+    assert fitted["head_weights"][0] == pytest.approx(1.0, abs=0.51)
+    exact["known"] = values
+    fitted = fit_calibration(exact)
+    assert float(torch.tensor(fitted["quantiles"]).abs().max()) == 0
+    assert float(torch.tensor(fitted["flips"]).max()) == 0
+
+
+def test_written_beside_model_and_head(folder):
+    plain = MRPForCausalLM.from_pretrained(folder / "model")
+    assert plain.config.draft_calibration is None
+    fitted = calibrate_folder(folder / "model", str(folder / "prompts.jsonl"), None, 12, 3, 2)
+    model = MRPForCausalLM.from_pretrained(folder / "model")
+    assert model.config.draft_calibration == fitted
+    calibrate_folder(folder / "model", str(folder / "prompts.jsonl"), folder / "head", 12, 4, 1)
+    with_head = MRPForCausalLM.from_pretrained(folder / "model", mrp_head=str(folder / "head"))
+    assert len(with_head.config.draft_calibration["head_weights"]) == 1
+    prompt = torch.tensor([[5, 6, 7]])
+    outputs = [m.generate(prompt, max_new_tokens=9, draft_states=4) for m in (plain.eval(), model.eval())]
+    assert torch.equal(*outputs)
+
+
+def test_what_cannot_be_calibrated_is_refused(folder, tmp_path):
+    with pytest.raises(TrainingError, match="does not exist"):
+        calibrate_folder(tmp_path, str(folder / "prompts.jsonl"), None, 12, 1, 1)
+    with pytest.raises(TrainingError, match="allowed: float32"):
+        calibrate_folder(folder / "model", str(folder / "prompts.jsonl"), None, 12, 1, 1, dtype="int3")

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ..head_artifact import load_head
 from ..modeling_mrp import MRPForCausalLM
 from ..training.config import load_config
+from ..training.draft_traces import collect_traces, fit_calibration
 from ..training.run import train
 from .heads import RECIPE, recipe_overrides, write_trajectories
 from .task import Problem, is_correct, problems
@@ -47,7 +48,11 @@ VARIANTS: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 _DRAFT_STATES = 8
+_RULES = ("confidence", "cross")
+_ORDERS = {"published": 0.0, "stable": 0.01}
 _BATCH = 50
+_MAX_NEW_TOKENS = 80
+_CALIBRATION_SEED, _CALIBRATION_PROBLEMS = 3, 30
 
 
 def ablate(
@@ -89,12 +94,17 @@ def _measure_variant(name: str, model_folder: Path, work: Path, steps: int, coun
         quiet = [f"trainer.max_steps={steps}", "trainer.save_strategy='no'", "trainer.disable_tqdm=true"]
         train(load_config(RECIPE, [*paths, *quiet, *VARIANTS[name]]))
     load_head(model, folder)
+    # Every head drafts by what its own drafts are worth.
+    tokenizer = build_tokenizer()
+    traced = islice(problems("held-out", _CALIBRATION_SEED), _CALIBRATION_PROBLEMS)
+    prompts = [_inputs([problem], tokenizer)["input_ids"][0] for problem in traced]
+    model.config.draft_calibration = fit_calibration(collect_traces(model.eval(), prompts, _MAX_NEW_TOKENS))
     return measure_head(model, count, drafter="head")
 
 
 @torch.no_grad()
 def measure_head(model: Any, count: int, drafter: str = "head", seed: int = 0) -> dict[str, Any]:
-    """Accuracy in direct mode at K = 1..4, lossless tokens per forward, and remasking at tau = 0.5.
+    """Accuracy in direct mode at K = 1..4, lossless tokens per forward in both orders, and remasking at tau 0.5, 0.6.
 
     Args:
         model: with a head, or any with `drafter="zero"`.
@@ -106,15 +116,19 @@ def measure_head(model: Any, count: int, drafter: str = "head", seed: int = 0) -
     for k in (1, 2, 3, 4):
         result = _decode(model, chosen, mrp_mode="direct", mrp_steps=k, drafter=drafter)
         row[f"direct_{k}"], row[f"direct_{k}_tokens_per_forward"] = result
-    speculative = _decode(model, chosen, mrp_mode="speculative", draft_states=_DRAFT_STATES, drafter=drafter)
-    row["accuracy"], row["speculative_tokens_per_forward"] = speculative
+    for name, resolution in _ORDERS.items():
+        speculative = _decode(
+            model, chosen, mrp_mode="speculative", draft_states=_DRAFT_STATES, drafter=drafter,
+            confidence_resolution=resolution,
+        )  # fmt: skip
+        row[f"{name}_accuracy"], row[f"{name}_tokens_per_forward"] = speculative
     if drafter == "zero":
         for tau in (0.5, 0.6, 0.7, 0.8, 0.9):
             row[f"dynamic_{tau}"] = _decode(
                 model, chosen, mrp_mode="none", remasking_strategy="low_confidence_dynamic", confidence_threshold=tau
             )
         return row
-    for rule in ("confidence", "cross"):
+    for rule in _RULES:
         for tau in (0.5, 0.6):
             row[f"remask_{rule}_{tau}"] = _decode(
                 model, chosen, mrp_mode="remask", remask_rule=rule, confidence_threshold=tau
@@ -128,16 +142,20 @@ def _decode(model: Any, chosen: list[Problem], **options: Any) -> tuple[float, f
     right, tokens, forwards = 0, 0, 0
     for begin in range(0, len(chosen), _BATCH):
         part = chosen[begin : begin + _BATCH]
-        inputs = tokenizer.apply_chat_template(
-            [[{"role": "user", "content": problem.question}] for problem in part],
-            add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
-        )  # fmt: skip
-        output = model.generate(**inputs, max_new_tokens=80, return_dict_in_generate=True, **options)
+        inputs = _inputs(part, tokenizer)
+        output = model.generate(**inputs, max_new_tokens=_MAX_NEW_TOKENS, return_dict_in_generate=True, **options)
         texts = tokenizer.batch_decode(output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         right += sum(is_correct(text, problem) for text, problem in zip(texts, part, strict=True))
         tokens += int(output.new_tokens.sum())
         forwards += int(output.backbone_forwards.sum())
     return right / len(chosen), tokens / forwards
+
+
+def _inputs(chosen: list[Problem], tokenizer: Any) -> Any:
+    chats = [[{"role": "user", "content": problem.question}] for problem in chosen]
+    return tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
+    )
 
 
 def at_equal_speed(tokens_per_forward: float, dynamic: dict[float, tuple[float, float]]) -> float:
@@ -156,28 +174,35 @@ def _write_table(rows: list[dict[str, Any]], file: Path, model_folder: Path, ste
     lines = [
         "# Ablation of head training on the tiny task",
         "",
-        f"{steps} training steps per variant, {count} held-out problems, static accuracy {base['accuracy']:.1%} "
-        f"(standard error about {(0.09 / count) ** 0.5:.1%} near 90 %). Speculative: lossless tokens per forward, "
-        f"{_DRAFT_STATES} states, every forward counted. Remask at tau 0.5: points of accuracy against plain dynamic "
-        "decoding at equal tokens per forward (interpolated between its thresholds). Each variant changes one thing "
-        f"of `modeling_mrp/tiny/heads.yaml`. torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{platform.machine()}; made by `mrp-train ablate {model_folder} --steps {steps} --problems {count}`.",
+        f"{steps} training steps per variant, {count} held-out problems, static accuracy "
+        f"{base['published_accuracy']:.1%} (standard error about {(0.09 / count) ** 0.5:.1%} near 90 %). Speculative: "
+        f"lossless tokens per forward, lattice of {_DRAFT_STATES} states, every forward counted, in the published and "
+        "in the stable order (confidence_resolution 0.01), and what the head adds over drafting without one. Remask: "
+        "points of accuracy against plain dynamic decoding at equal tokens per forward (interpolated between its "
+        "thresholds). Each variant changes one thing of `modeling_mrp/tiny/heads.yaml`; `published` changes all. "
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}; made by "
+        f"`mrp-train ablate {model_folder} --output {file.parent} --steps {steps} --problems {count}`.",
         "",
-        "| variant | direct K=1 | K=2 | K=3 | K=4 | speculative | against no head | confidence .5 | cross .5 |",
+        "| variant | direct K=1 | K=2 | K=3 | K=4 | published order | stable order "
+        "| confidence .5 / .6 | cross .5 / .6 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         direct = [f"{100 * row[f'direct_{k}']:.1f}" for k in (1, 2, 3, 4)]
-        speed = row["speculative_tokens_per_forward"]
-        gain = f"{100 * (speed / base['speculative_tokens_per_forward'] - 1):+.1f} %"
+        speeds = []
+        for order in _ORDERS:
+            speed, plain = (r[f"{order}_tokens_per_forward"] for r in (row, base))
+            speeds.append(f"{speed:.2f} ({100 * (speed / plain - 1):+.1f} %)")
         remask = ["", ""]
         if row is not base:
-            remask = [
-                f"{100 * (row[f'remask_{rule}_0.5'][0] - at_equal_speed(row[f'remask_{rule}_0.5'][1], dynamic)):+.1f}"
-                for rule in ("confidence", "cross")
-            ]
-        lines.append(f"| {' | '.join([row['variant'], *direct, f'{speed:.2f}', gain, *remask])} |")
+            remask = [" / ".join(_remask_gain(row, rule, tau, dynamic) for tau in (0.5, 0.6)) for rule in _RULES]
+        lines.append(f"| {' | '.join([row['variant'], *direct, *speeds, *remask])} |")
     file.write_text("\n".join([*lines, ""]))
+
+
+def _remask_gain(row: dict[str, Any], rule: str, tau: float, dynamic: dict[float, tuple[float, float]]) -> str:
+    accuracy, speed = row[f"remask_{rule}_{tau}"]
+    return f"{100 * (accuracy - at_equal_speed(speed, dynamic)):+.1f}"
 
 
 def _write_plot(rows: list[dict[str, Any]], file: Path) -> None:
@@ -192,7 +217,9 @@ def _write_plot(rows: list[dict[str, Any]], file: Path) -> None:
         left.plot([100 * row[f"direct_{k}"] for row in rows][::-1], names, "o", label=f"K = {k}")
     left.set_xlabel("accuracy in direct mode, %")
     left.legend()
-    right.plot([row["speculative_tokens_per_forward"] for row in rows][::-1], names, "o", color="black")
+    for order in _ORDERS:
+        right.plot([row[f"{order}_tokens_per_forward"] for row in rows][::-1], names, "o", label=f"{order} order")
+    right.legend()
     right.set_xlabel(f"lossless tokens per forward, {_DRAFT_STATES} states")
     for axis in (left, right):
         axis.grid(alpha=0.3)

@@ -52,7 +52,8 @@ class _Tracer(ReferenceDecoder):
         """What the head says along its own trajectory, pass by pass, as `Drafter.predict` runs it."""
         if self.options.drafter != "head":
             return [own]
-        ids, accumulated, found = self.result.ids[span], hidden, []
+        ids, accumulated = self.result.ids[span], hidden
+        found: list[PositionStatistics] = []
         for index in range(self.passes):
             masked = ids == MASKED
             _, accumulated = self._head(ids[None], accumulated, span.start)

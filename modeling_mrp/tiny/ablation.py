@@ -34,7 +34,7 @@ VARIANTS: dict[str, list[str]] = {
     "depth 2": ["head.layers=2"],
     "depth 4": ["head.layers=4"],
     "init: identity": ["head.initialization=identity"],
-    "init: normal": ["head.initialization=normal"],
+    "init: backbone": ["head.initialization=backbone"],
     "no certainty loss": ["objective.certainty_weight=0"],
     "revealed places unsupervised": ["objective.supervise_revealed=0"],
     "1 to 3 reveals per step": ["objective.reveals=[1, 3]"],
@@ -44,7 +44,7 @@ VARIANTS: dict[str, list[str]] = {
     "published": [
         *_LIVE, "objective.steps=1", "objective.reveal_rule=ground_truth", "objective.noise_level=sample",
         "objective.weighting=inverse_rate", "objective.supervise_revealed=0", "objective.certainty_weight=0",
-        "head.initialization=normal", "head.deviation=0.2",
+        "head.deviation=0.2",
     ],
 }  # fmt: skip
 _DRAFT_STATES = 8

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ..generation_config_mrp import MRPGenerationConfig
 from ..hub.remote_code import AUTO_MAP, code_files, copy_code
 from .backbone import STEPS, accuracy, tiny_config, train_backbone
-from .heads import PROBLEMS, train_heads
+from .heads import PROBLEMS, train_heads, write_prompts
 from .tokenizer import build_tokenizer
 
 app = typer.Typer(add_completion=False, help="The tiny model's recipe.")
@@ -62,6 +62,15 @@ def link(
         target = folder / file.name
         target.unlink(missing_ok=True)
         target.symlink_to(os.path.relpath(file, folder.resolve()))
+
+
+@app.command()
+def prompts(
+    output: Annotated[Path, typer.Argument(help="jsonl file to write, with the column prompt.")],
+    count: Annotated[int, typer.Option(min=1, help="Problems of the training stream.")] = 400,
+) -> None:
+    """Writes problems of the tiny task, to try mrp-train on."""
+    write_prompts(output, count)
 
 
 def write_backbone(model: torch.nn.Module, out: Path) -> None:

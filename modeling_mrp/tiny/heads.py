@@ -69,12 +69,17 @@ def write_trajectories(model_folder: Path, output: Path, count: int = PROBLEMS) 
         return output
     output.parent.mkdir(parents=True, exist_ok=True)
     prompts = output.with_name("prompts.jsonl")
-    chosen = islice(problems("train", _SEED), count)
-    prompts.write_text("".join(json.dumps({"prompt": problem.question}) + "\n" for problem in chosen))
+    write_prompts(prompts, count)
     record_trajectories(
         str(model_folder), str(prompts), output, _MAX_NEW_TOKENS, _BATCH, hidden_states=states_of(output)
     )
     return output
+
+
+def write_prompts(output: Path, count: int) -> None:
+    """Writes `count` problems of the training stream, one `prompt` a row."""
+    chosen = islice(problems("train", _SEED), count)
+    output.write_text("".join(json.dumps({"prompt": problem.question}) + "\n" for problem in chosen))
 
 
 def install_heads(model_folder: Path, work: Path) -> None:

@@ -13,11 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from training_golden import CASES_BY_LAYOUT, HEAD, assert_gradients_match, inputs_of, load_case, model_of
-from training_models import sample, small_model
+from training_models import assert_same_gradients, gradients, sample, small_model
 from transformers import TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.noising import IGNORED
 from modeling_mrp.training.config import config_from, load_config
+from modeling_mrp.training.data import Collator
 from modeling_mrp.training.errors import TrainingError
 from modeling_mrp.training.run import refuse_unsupported_parallelism, train
 from modeling_mrp.training.trainer import HeadTrainer
@@ -168,26 +170,72 @@ def test_sharding_is_refused_with_its_reason(trainer, steps, message):
         refuse_unsupported_parallelism(trainer, steps)
 
 
-def command(*arguments, processes=1):
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=29631"]
-    start = launcher if processes > 1 else []
+# The flag --multi_gpu is what makes accelerate start several processes, on a CPU too.
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29631"],
+    "accelerate": [
+        "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=29632",
+        "--mixed_precision=no", "--num_machines=1", "--dynamo_backend=no",
+    ],
+}  # fmt: skip
+
+
+def command(*arguments, launcher=None):
+    start = [] if launcher is None else LAUNCHERS[launcher]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     line = [sys.executable, *start, "-m", "modeling_mrp.train", *map(str, arguments)]
     return line, environment
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(workplace, tmp_path):
-    for processes, batch in ((1, 4), (2, 2)):
-        backend = {"ddp_backend": "gloo"} if processes > 1 else {}
+@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+def test_two_processes_equal_one(workplace, tmp_path, launcher):
+    for name, batch in ((None, 4), (launcher, 2)):
+        backend = {"ddp_backend": "gloo"} if name else {}
         values = configuration(
-            workplace, tmp_path / str(processes), per_device_train_batch_size=batch, max_steps=5, **backend
+            workplace, tmp_path / str(name), per_device_train_batch_size=batch, max_steps=5, **backend
         )
-        file = tmp_path / f"{processes}.yaml"
+        file = tmp_path / f"{name}.yaml"
         file.write_text(yaml.safe_dump(values))
-        line, environment = command(file, processes=processes)
-        subprocess.run(line, env=environment, check=True, capture_output=True, timeout=300)
-    assert_same(head_of(tmp_path / "1"), head_of(tmp_path / "2"), atol=1e-5)
+        line, environment = command(file, launcher=name)
+        done = subprocess.run(line, env=environment, capture_output=True, timeout=300, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert_same(head_of(tmp_path / "None"), head_of(tmp_path / launcher), atol=1e-5)
+
+
+def _gradients_of_rank(rank, port, folder):
+    """One of two processes: rank 0 has answers, rank 1 prompts alone."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    model = small_model()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    batch = batch_with_answers() if rank == 0 else batch_without_answers()
+    wrapped(**batch, objective=OBJECTIVE, noise_seed=3).loss.backward()
+    torch.save(gradients(model), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+OBJECTIVE = {"steps": 2, "supervise_revealed": 0.3, "certainty_weight": 0.5}
+
+
+def batch_with_answers():
+    return Collator(0)([sample(13, 3, 1), sample(9, 5, 2)])
+
+
+def batch_without_answers():
+    batch = Collator(0)([sample(11, 0, 3)])
+    batch["labels"].fill_(IGNORED)
+    return batch
+
+
+@pytest.mark.slow
+def test_a_rank_without_anything_to_supervise(tmp_path):
+    torch.multiprocessing.spawn(_gradients_of_rank, (29633, tmp_path), nprocs=2)
+    model = small_model()
+    model(**batch_with_answers(), objective=OBJECTIVE, noise_seed=3).loss.backward()
+    alone = gradients(model)
+    for rank in (0, 1):
+        assert_same_gradients(alone, torch.load(tmp_path / f"{rank}.pt"))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from modeling_mrp.training.errors import TrainingError
 from modeling_mrp.training.run import refuse_unsupported_parallelism, train
 from modeling_mrp.training.trainer import HeadTrainer
 from modeling_mrp.training_objective import TrainingObjective
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "accelerate"
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES_BY_LAYOUT)
@@ -163,6 +166,7 @@ def test_overrides_and_their_errors(workplace, tmp_path):
         ({"fsdp": "full_shard"}, 1, "FSDP is refused"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 2, "uses it K times"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, 1, "shards the LM head"),
+        ({"deepspeed": str(EXAMPLES / "zero1.json")}, 3, "uses it K times"),
     ],
 )
 def test_sharding_is_refused_with_its_reason(trainer, steps, message):
@@ -170,12 +174,12 @@ def test_sharding_is_refused_with_its_reason(trainer, steps, message):
         refuse_unsupported_parallelism(trainer, steps)
 
 
-# The flag --multi_gpu is what makes accelerate start several processes, on a CPU too.
+# A configuration of several GPUs is what makes accelerate start several processes, on a CPU too.
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29631"],
     "accelerate": [
-        "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=29632",
-        "--mixed_precision=no", "--num_machines=1", "--dynamo_backend=no",
+        "-m", "accelerate.commands.launch", f"--config_file={EXAMPLES / 'ddp.yaml'}", "--num_processes=2",
+        "--main_process_port=29632",
     ],
 }  # fmt: skip
 
@@ -185,6 +189,13 @@ def command(*arguments, launcher=None):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     line = [sys.executable, *start, "-m", "modeling_mrp.train", *map(str, arguments)]
     return line, environment
+
+
+def test_the_deepspeed_example_is_accepted_for_one_step():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert load_config_from_file(str(EXAMPLES / "deepspeed_zero1.yaml")).deepspeed_config["zero3_init_flag"] is False
+    refuse_unsupported_parallelism({"deepspeed": str(EXAMPLES / "zero1.json")}, 1)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ _DEFAULT_HEADER = '''"""Calibration of the drafts on the tiny model, for models 
 Written by `python -m benchmarks.calibrate_drafts --write-default`; see `DraftCalibration` in `draft_lattice.py`.
 """
 
+# fmt: off
 '''
 
 
@@ -31,20 +32,23 @@ def main(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = TINY_MODEL,
     count: Annotated[int, typer.Option(min=1, help="Problems to trace.")] = 100,
     drafter: Annotated[str, typer.Option(help="head or zero.")] = "head",
-    passes: Annotated[int, typer.Option(min=1, help="Head passes per draft.")] = 1,
+    passes: Annotated[int, typer.Option(min=1, help="Head passes per draft to fit.")] = 3,
     write_default: Annotated[bool, typer.Option(help="Make them the package's default.")] = False,
 ) -> None:
     """Fits and reports."""
     workload = Workload(model, count, SEED)
     prompts = [workload.prompt(problem) for problem in workload.problems]
     traces = collect_traces(workload.model, tqdm(prompts, desc="traces"), MAX_NEW_TOKENS, drafter, passes)
-    fitted = fit_calibration(traces, passes)
+    fitted = fit_calibration(traces)
     bins = [f"up to {level:g}" for level in LEVELS] + [f"above {LEVELS[-1]:g}"]
     middle = QUANTILES // 2
     rows = [
-        [depth, name, *(f"{values[i]:+.2f}" for i in (2, middle // 2, middle, -1 - middle // 2, -3)), f"{flip:.1%}"]
-        for depth in range(len(fitted["flips"]))
-        for name, values, flip in zip(bins, fitted["quantiles"][depth], fitted["flips"][depth], strict=True)
+        [number + 1, distance, name]
+        + [f"{values[i]:+.2f}" for i in (2, middle // 2, middle, -1 - middle // 2, -3)]
+        + [f"{flip:.1%}"]
+        for number, (tables, rates) in enumerate(zip(fitted["quantiles"], fitted["flips"], strict=True))
+        for distance, (table_, shares) in enumerate(zip(tables, rates, strict=True))
+        for name, values, flip in zip(bins, table_, shares, strict=True)
     ]
     text = [
         f"# Calibration of the drafts ({drafter})",
@@ -53,10 +57,14 @@ def main(
         "",
         f"Share of the head in the drafted log-odds, by pass: {fitted['head_weights']}.",
         "",
-        "Quantiles of (backbone's - drafted) log-odds, by reveals behind the drafted state and by drafted log-odds, "
+        "Quantiles of (backbone's - drafted) log-odds, by head pass, by reveals behind the state that it predicts, "
+        "and by drafted log-odds, "
         "and how often the backbone chooses another token.",
         "",
-        table(["reveals on", "drafted log-odds", "12.5 %", "25 %", "50 %", "75 %", "87.5 %", "other token"], rows),
+        table(
+            ["head pass", "reveals on", "drafted log-odds", "12.5 %", "25 %", "50 %", "75 %", "87.5 %", "other token"],
+            rows,
+        ),
     ]
     write("calibration.md", "\n".join(text))
     if write_default:

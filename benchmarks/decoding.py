@@ -24,6 +24,8 @@ from modeling_mrp.tiny.task import is_correct
 TAUS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 STATES = (4, 8, 16, 32)
 CHAIN_STEPS = (1, 2, 3, 4, 5, 6)
+# Head passes per round of a lattice; one is the default.
+PASSES = (2, 3)
 
 
 def configurations() -> dict[str, dict[str, Any]]:
@@ -48,6 +50,11 @@ def configurations() -> dict[str, dict[str, Any]]:
         found[f"chain K=7 {drafter} stable"] = {
             **lossless, "draft_shape": "chain", "mrp_steps": 7, "drafter": drafter, "confidence_resolution": 0.01,
         }  # fmt: skip
+    for k in PASSES:
+        for order, resolution in {"": 0.0, " stable": 0.01}.items():
+            found[f"lattice 8 head, {k} passes{order}"] = {
+                **lossless, "draft_states": 8, "mrp_steps": k, "confidence_resolution": resolution,
+            }  # fmt: skip
     for drafter in ("head", "zero"):
         for k in (1, 2, 3, 4):
             found[f"direct K={k} {drafter}"] = {"mrp_mode": "direct", "mrp_steps": k, "drafter": drafter}

@@ -71,6 +71,12 @@ def _targets(rows: dict[str, Any], best: float, best_name: str, count: int) -> s
         for order in ("", " stable"):
             ratio = rows[f"lattice {states} head{order}"]["tpf"] / rows[f"lattice {states} zero{order}"]["tpf"]
             lines.append(line(f"head over zero drafter, lattice of {states}{order}", ratio, 1.0))
+    for k in (2, 3):
+        for order in ("", " stable"):
+            ratio = rows[f"lattice 8 head, {k} passes{order}"]["tpf"] / rows[f"lattice 8 zero{order}"]["tpf"]
+            lines.append(line(f"head of {k} passes over zero drafter, lattice of 8{order}", ratio, 1.15))
+    ratio = rows["chain K=7 head stable"]["tpf"] / rows["chain K=7 zero stable"]["tpf"]
+    lines.append(line("head over zero drafter, chain of 8 stable", ratio, 1.15))
     for k in (1, 2, 3, 4, 5, 6):
         ratio = rows[f"chain K={k} head"]["tpf"] / rows[f"chain K={k} zero"]["tpf"]
         lines.append(line(f"head over zero drafter, chain K={k}", ratio, 1.0))

@@ -27,32 +27,32 @@ class DraftCalibration:
 
     Args:
         levels: `[bins - 1]` ascending, log-odds that part the drafted positions into bins.
-        quantiles: `[depths, bins, quantiles]`: of (backbone's - drafted) log-odds at evenly spaced probabilities, for
-            states 0, 1, ... reveals behind the drafted one (the last depth stands for all further ones).
-        flips: `[depths, bins]`: how often the backbone chooses another token than the drafted one.
+        quantiles: `[passes, distances, bins, quantiles]`: of (backbone's - drafted) log-odds at evenly spaced
+            probabilities, for head pass 0, 1, ... of a draft and states 0, 1, ... reveals behind the one that the pass
+            predicts. The last pass and the last distance stand for all further ones.
+        flips: `[passes, distances, bins]`: how often the backbone chooses another token than the drafted one.
         head_weights: one per head pass of a draft: the drafted log-odds are this share of the head's and the rest of
             the known state's own, where both name the same token; by maximum likelihood of the position that is
-            revealed next. Their number is the number of head passes for which the calibration holds.
+            revealed next.
     """
 
     def __init__(
         self,
         levels: list[float],
-        quantiles: list[list[list[float]]],
-        flips: list[list[float]],
+        quantiles: list[list[list[list[float]]]],
+        flips: list[list[list[float]]],
         head_weights: list[float],
     ):
         self.head_weights = head_weights
         self.levels, self.quantiles, self.flips = (torch.tensor(part) for part in (levels, quantiles, flips))
         bins = len(levels) + 1
-        if self.quantiles.ndim != 3 or self.quantiles.shape[1] != bins or self.flips.shape != self.quantiles.shape[:2]:
+        found = self.quantiles.shape
+        if len(found) != 4 or found[2] != bins or self.flips.shape != found[:3] or len(head_weights) != found[0]:
             raise ValueError(
-                f"draft_calibration: quantiles {list(self.quantiles.shape)} and flips {list(self.flips.shape)} do "
-                f"not fit {len(levels)} levels; allowed: [depths, {bins}, quantiles] and [depths, {bins}]. Write them "
-                "with mrp-train calibrate."
+                f"draft_calibration: quantiles {list(found)}, flips {list(self.flips.shape)} and {len(head_weights)} "
+                f"head_weights do not fit {len(levels)} levels; allowed: [passes, distances, {bins}, quantiles], "
+                f"[passes, distances, {bins}] and one weight per pass. Write them with mrp-train calibrate."
             )
-        if not head_weights:
-            raise ValueError("draft_calibration: head_weights=[]; allowed: one number per head pass.")
 
     @classmethod
     def from_config(cls, values: dict[str, Any] | None) -> "DraftCalibration":
@@ -69,11 +69,11 @@ class DraftCalibration:
 class DraftStatistics:
     """Predicted statistics of the coming states, by depth: every field `[rows, depths, block]`.
 
-    Depths beyond the last prediction repeat it.
+    Depths beyond the last prediction repeat it. `passes` of them come from a head pass of their own.
     """
 
-    def __init__(self, choice: PositionStatistics, runner_up: Tensor):
-        self.choice, self.runner_up = choice, runner_up
+    def __init__(self, choice: PositionStatistics, runner_up: Tensor, passes: int):
+        self.choice, self.runner_up, self.passes = choice, runner_up, passes
 
     @property
     def depths(self) -> int:
@@ -101,7 +101,7 @@ class LatticePlanner:
         uniform = torch.quasirandom.SobolEngine(2 * block, scramble=True, seed=0).draw(_TRAJECTORIES)
         multipliers = torch.randint(-(2**62), 2**62, (block,), generator=generator) * 2 + 1
         table = calibration.quantiles
-        place = uniform[:, :block].clamp(0, 1 - 1e-6) * (table.shape[2] - 1)
+        place = uniform[:, :block].clamp(0, 1 - 1e-6) * (table.shape[3] - 1)
         self.below = place.long().to(device)
         self.fraction = (place - place.floor()).to(device)
         self.flips = uniform[:, block:].contiguous().to(device)
@@ -123,9 +123,9 @@ class LatticePlanner:
         steps = step[:, None].expand(rows, count)
         states: list[Tensor] = []
         # Deep states share their prediction and their calibration, so one perturbation serves them all.
-        known: dict[tuple[int, int], PositionStatistics] = {}
+        known: dict[tuple[int, tuple[int, int]], PositionStatistics] = {}
         for d in range(depth):
-            key = (min(d, drafts.depths - 1), min(d, self.table.shape[0] - 1))
+            key = (min(d, drafts.depths - 1), self._group(drafts, d))
             if key not in known:
                 known[key] = self._perturbed(drafts, d) if count > 1 else _unsqueezed(drafts.at(d)[0])
             perturbed = known[key]
@@ -134,10 +134,16 @@ class LatticePlanner:
             states.append(ids)
         return torch.stack(states, dim=2)
 
+    def _group(self, drafts: DraftStatistics, depth: int) -> tuple[int, int]:
+        """The calibration's head pass and distance for the state `depth` reveals on."""
+        source = min(depth, drafts.passes - 1)
+        passes, distances = self.table.shape[:2]
+        return min(source, passes - 1), min(depth - source, distances - 1)
+
     def _perturbed(self, drafts: DraftStatistics, depth: int) -> PositionStatistics:
         """Statistics `[rows, trajectories, block]` as the backbone might give them, `depth` reveals on."""
         choice, runner_up = drafts.at(depth)
-        group = min(depth, self.table.shape[0] - 1)
+        group = self._group(drafts, depth)
         level = torch.bucketize(choice.log_odds.contiguous(), self.levels)
         quantiles = self.table[group][level]
         index = self.below.expand(level.shape[0], -1, -1)

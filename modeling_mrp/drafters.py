@@ -85,7 +85,7 @@ class Drafter:
                 ids = torch.where(reveal, choice.token, ids)
         stacked = [torch.stack(parts, dim=1) for parts in zip(*found, strict=True)]
         statistics = RevealStatistics(*stacked)
-        return DraftStatistics(_choice(statistics), statistics.runner_up)
+        return DraftStatistics(_choice(statistics), statistics.runner_up, max(1, passes))
 
     def _blended(self, known: KnownState, statistics: RevealStatistics, index: int) -> RevealStatistics:
         """The log-odds of head pass `index` and the known state's own, where both name the same token."""

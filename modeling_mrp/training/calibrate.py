@@ -36,7 +36,7 @@ def calibrate_folder(
         load_head(model, head)
     prompts = [torch.tensor(ids, device=model.device) for ids in load_prompts(str(model_path), data, limit)]
     traces = collect_traces(model, tqdm(prompts, desc="traces"), max_new_tokens, passes=passes)
-    calibration = fit_calibration(traces, passes)
+    calibration = fit_calibration(traces)
     description = json.loads(file.read_text())
     (description if head is None else description["head"])["draft_calibration"] = calibration
     part = file.with_suffix(".part")

@@ -63,7 +63,9 @@ def calibrate(
     head: Annotated[Path | None, typer.Option(help="Folder of a head-only artefact, to calibrate instead.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 256,
     limit: Annotated[int, typer.Option(help="Prompts to use.")] = 100,
-    passes: Annotated[int, typer.Option(min=1, help="Head passes per draft (mrp_steps of a lattice).")] = 1,
+    passes: Annotated[
+        int, typer.Option(min=1, help="Head passes per draft to fit (up to a lattice's mrp_steps).")
+    ] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:

@@ -17,8 +17,8 @@ from ..reveal_policies import PositionStatistics
 
 LEVELS = (-1.0, 0.5, 2.0, 4.0, 6.0, 8.0, 10.0)
 QUANTILES = 17
-# States behind the last head pass whose spread is told apart.
-_DEPTHS_BEHIND = 2
+# States behind a head pass's own whose spread is told apart; the last stands for all further ones.
+DISTANCES = 3
 
 
 class _Tracer(ReferenceDecoder):
@@ -38,15 +38,29 @@ class _Tracer(ReferenceDecoder):
         masked = self.result.states[-1] == MASKED
         for number, drafts, known in self.drafts:
             depth = step - number - 1
-            drafted = drafts[min(depth, len(drafts) - 1)]
-            self.samples.append({
-                "depth": torch.full_like(own.log_odds, float(depth))[masked],
+            for index, drafted in enumerate(drafts[: depth + 1]):
+                self._note(masked, own, known, drafted, index, depth - index)
+        self.drafts.append((step, self._drafted(span, hidden, own, step), own))
+
+    def _note(
+        self,
+        masked: Tensor,
+        own: PositionStatistics,
+        known: PositionStatistics,
+        drafted: PositionStatistics,
+        index: int,
+        distance: int,
+    ) -> None:
+        self.samples.append(
+            {
+                "pass": torch.full_like(own.log_odds, float(index))[masked],
+                "distance": torch.full_like(own.log_odds, float(distance))[masked],
                 "drafted": drafted.log_odds[masked],
                 "known": torch.where(drafted.token == known.token, known.log_odds, drafted.log_odds)[masked],
                 "actual": own.log_odds[masked],
                 "flip": (drafted.token != own.token)[masked].float(),
-            })  # fmt: skip
-        self.drafts.append((step, self._drafted(span, hidden, own, step), own))
+            }
+        )
 
     def _drafted(self, span: slice, hidden: Tensor, own: PositionStatistics, step: int) -> list[PositionStatistics]:
         """What the head says along its own trajectory, pass by pass, as `Drafter.predict` runs it."""
@@ -82,8 +96,9 @@ def collect_traces(
         passes: head passes per draft.
 
     Returns:
-        float32 `[entries]`: `depth` (reveals behind the drafted state), log-odds `drafted`, `known` (of the state
-        before) and `actual`, `flip` (1 where the token differs); and int64 `group`, which numbers the states.
+        float32 `[entries]`: `pass` of the head, `distance` (reveals behind the state that it predicts), log-odds
+        `drafted`, `known` (of the state before) and `actual`, `flip` (1 where the token differs); and int64 `group`,
+        which numbers the states.
     """
     options = resolve_options(
         {"mrp_mode": "direct", "mrp_steps": 0, "drafter": drafter, "eos_token_id": model.config.eos_token_id},
@@ -97,14 +112,14 @@ def collect_traces(
     if not samples:
         raise ValueError("the traces are empty: no prompt led to a second denoising step; give longer answers.")
     traces = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
-    sizes = torch.tensor([len(sample["depth"]) for sample in samples], device=traces["depth"].device)
+    sizes = torch.tensor([len(sample["pass"]) for sample in samples], device=traces["actual"].device)
     traces["group"] = torch.arange(len(samples), device=sizes.device).repeat_interleave(sizes)
     return {name: values.cpu() for name, values in traces.items()}
 
 
-def fit_head_weight(traces: dict[str, Tensor], depth: int) -> float:
+def fit_head_weight(traces: dict[str, Tensor]) -> float:
     """Maximum likelihood of the next reveal, a softmax of a (w head + (1 - w) known) over the masked positions."""
-    here = traces["depth"] == depth
+    here = traces["distance"] == 0
     group = torch.unique(traces["group"][here], return_inverse=True)[1]
     drafted, known, actual = (traces[name][here].double() for name in ("drafted", "known", "actual"))
     count = int(group.max()) + 1
@@ -128,25 +143,33 @@ def fit_head_weight(traces: dict[str, Tensor], depth: int) -> float:
     return round(min(1.0, max(0.0, head / (head + own))), 3)
 
 
-def fit_calibration(traces: dict[str, Tensor], passes: int = 1, levels: tuple[float, ...] = LEVELS) -> dict[str, Any]:
-    """`MRPConfig.draft_calibration` (see `DraftCalibration`) from traces of drafts of so many head passes."""
-    depths = passes + _DEPTHS_BEHIND
-    weights = [fit_head_weight(traces, depth) for depth in range(passes)]
-    pass_of = traces["depth"].long().clamp(max=passes - 1)
-    drafted = torch.lerp(traces["known"], traces["drafted"], torch.tensor(weights)[pass_of])
-    residual = traces["actual"] - drafted
+def fit_calibration(traces: dict[str, Tensor], levels: tuple[float, ...] = LEVELS) -> dict[str, Any]:
+    """`MRPConfig.draft_calibration` (see `DraftCalibration`) from traces."""
+    passes = range(int(traces["pass"].max()) + 1)
+    parts = [_fit_pass({name: values[traces["pass"] == p] for name, values in traces.items()}, levels) for p in passes]
+    weights, quantiles, flips = (list(column) for column in zip(*parts, strict=True))
+    return {"levels": list(levels), "quantiles": quantiles, "flips": flips, "head_weights": weights}
+
+
+def _fit_pass(
+    traces: dict[str, Tensor], levels: tuple[float, ...]
+) -> tuple[float, list[list[list[float]]], list[list[float]]]:
+    """Weight, quantiles `[distances, bins, quantiles]` and flips `[distances, bins]` of one head pass."""
+    weight = fit_head_weight(traces)
+    drafted = torch.lerp(traces["known"], traces["drafted"], weight)
+    residual, distance = traces["actual"] - drafted, traces["distance"]
     level = torch.bucketize(drafted, torch.tensor(levels))
     probabilities = torch.linspace(0, 1, QUANTILES)
     quantiles, flips = [], []
-    for depth in range(depths):
-        here = traces["depth"] >= depth if depth == depths - 1 else traces["depth"] == depth
+    for index in range(DISTANCES):
+        here = distance >= index if index == DISTANCES - 1 else distance == index
         rows, rates = [], []
-        for index in range(len(levels) + 1):
-            chosen = here & (level == index)
+        for bin_ in range(len(levels) + 1):
+            chosen = here & (level == bin_)
             # A bin that the traces never meet says nothing: no spread, no flips.
             values = residual[chosen] if bool(chosen.any()) else torch.zeros(1)
             rows.append([round(v, 3) for v in torch.quantile(values, probabilities).tolist()])
             rates.append(round(float(traces["flip"][chosen].mean()), 4) if bool(chosen.any()) else 0.0)
         quantiles.append(rows)
         flips.append(rates)
-    return {"levels": list(levels), "quantiles": quantiles, "flips": flips, "head_weights": weights}
+    return weight, quantiles, flips

@@ -11,7 +11,7 @@ from modeling_mrp.draft_lattice import DraftCalibration
 from modeling_mrp.head_artifact import save_head
 from modeling_mrp.tiny.tokenizer import build_tokenizer
 from modeling_mrp.training.calibrate import calibrate_folder
-from modeling_mrp.training.draft_traces import LEVELS, QUANTILES, collect_traces, fit_calibration
+from modeling_mrp.training.draft_traces import DISTANCES, LEVELS, QUANTILES, collect_traces, fit_calibration
 from modeling_mrp.training.errors import TrainingError
 
 
@@ -31,17 +31,19 @@ def folder(tmp_path_factory):
 def test_the_fit_is_that_of_the_traces(passes):
     model = small_model(eos_token_id=None).eval()
     traces = collect_traces(model, [torch.arange(5, 12), torch.arange(20, 24)], 12, passes=passes)
-    assert set(traces["depth"].tolist()) <= set(range(model.config.block_size))
-    fitted = fit_calibration(traces, passes)
+    assert set(traces["distance"].tolist()) <= set(range(model.config.block_size))
+    assert set(traces["pass"].tolist()) == set(range(passes))
+    fitted = fit_calibration(traces)
     calibration = DraftCalibration(**fitted)
-    assert calibration.quantiles.shape == (passes + 2, len(LEVELS) + 1, QUANTILES)
+    assert calibration.quantiles.shape == (passes, DISTANCES, len(LEVELS) + 1, QUANTILES)
     assert len(fitted["head_weights"]) == passes
-    # By hand: the largest residual of the first state, over all levels.
-    here = traces["depth"] == 0
-    drafted = torch.lerp(traces["known"], traces["drafted"], fitted["head_weights"][0])
-    residual = (traces["actual"] - drafted)[here]
-    assert float(calibration.quantiles[0].max()) == pytest.approx(float(residual.max()), abs=1e-3)
-    assert float(calibration.quantiles[0].min()) == pytest.approx(float(residual.min()), abs=1e-3)
+    # By hand: the extreme residuals at the state that each pass predicts, over all levels.
+    for number in range(passes):
+        here = (traces["distance"] == 0) & (traces["pass"] == number)
+        drafted = torch.lerp(traces["known"], traces["drafted"], fitted["head_weights"][number])
+        residual = (traces["actual"] - drafted)[here]
+        assert float(calibration.quantiles[number, 0].max()) == pytest.approx(float(residual.max()), abs=1e-3)
+        assert float(calibration.quantiles[number, 0].min()) == pytest.approx(float(residual.min()), abs=1e-3)
 
 
 def test_a_drafter_that_is_right_has_no_spread():
@@ -49,7 +51,8 @@ def test_a_drafter_that_is_right_has_no_spread():
     count = 40
     values = torch.linspace(-2, 12, count)
     exact = {
-        "depth": torch.zeros(count), "drafted": values, "known": values - 1, "actual": values,
+        "pass": torch.zeros(count), "distance": torch.zeros(count), "drafted": values,
+        "known": values - 1, "actual": values,
         "flip": torch.zeros(count), "group": torch.arange(count) // 4,
     }  # fmt: skip
     fitted = fit_calibration(exact)

@@ -75,8 +75,16 @@ def training_loss(
 
     Returns:
         the scalar loss, and a dict of detached float32 scalars.
+
+    Raises:
+        ValueError: an option or a shape is out of range, or states are given that a recording cannot hold.
     """
     objective = TrainingObjective.of(objective)
+    if objective.layout == "recorded" and (noise_mask is not None or reveals is not None):
+        raise ValueError(
+            "noise_mask or reveals with layout='recorded': a recording holds the states of its own trajectories "
+            "alone. Leave them out, or use layout='shared'."
+        )
     if noise_seed is None:
         noise_seed = int(torch.randint(2**62, ()))
     source = NoiseSource(noise_seed, noise_draw)

@@ -262,6 +262,11 @@ class Collator:
         return batch
 
 
+def pad_token_of(model: Any) -> int:
+    """The token that fills up a batch."""
+    return 0 if model.config.pad_token_id is None else int(model.config.pad_token_id)
+
+
 def iterate_samples(samples: "Dataset | IterableDataset") -> Iterator[dict[str, Any]]:
     """Rows of either kind of data set, in order."""
     yield from samples

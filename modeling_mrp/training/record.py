@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from ..modeling_mrp import MRPForCausalLM
 from ..noising import IGNORED
-from .data import Collator, load_samples
+from .data import Collator, load_samples, pad_token_of
 from .errors import TrainingError
 from .recorded_states import StateRecorder
 
@@ -46,7 +46,7 @@ def record_trajectories(
             `recorded_states.py`); rows then have `record_row`, too.
 
     Raises:
-        TrainingError: a row has no prompt.
+        TrainingError: a row has no prompt, or `dtype` is unknown.
     """
     model = load_model(model_path, dtype, device)
     prompts = load_prompts(model_path, data, limit)
@@ -55,7 +55,7 @@ def record_trajectories(
     written = 0
     output.parent.mkdir(parents=True, exist_ok=True)
     recorder = None if hidden_states is None else StateRecorder(hidden_states, model)
-    collate = Collator(config_pad(model))
+    collate = Collator(pad_token_of(model))
     part = output.with_suffix(".part")
     with part.open("w") as file:
         for begin in tqdm(range(0, len(prompts), batch_size), desc="recording", unit="batch"):
@@ -92,11 +92,6 @@ def load_prompts(model_path: str, data: str, limit: int | None) -> list[list[int
     if limit is not None:
         samples = samples.select(range(min(limit, len(samples))))
     return [_prompt_ids(row, number, tokenizer) for number, row in enumerate(samples)]
-
-
-def config_pad(model: Any) -> int:
-    """The token that fills up a batch."""
-    return 0 if model.config.pad_token_id is None else int(model.config.pad_token_id)
 
 
 def decode_trajectories(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Iterator[dict[str, list[int]]]:

@@ -15,7 +15,7 @@ from ..hub.remote_code import AUTO_MAP
 from ..modeling_mrp import MRPForCausalLM
 from .adapters import add_backbone_adapter, add_head_adapter, base_of, load_backbone_adapter
 from .config import TRAINER_DEFAULTS, RunConfig
-from .data import Collator, SampleEncoder, held_out, load_samples, prepare
+from .data import Collator, SampleEncoder, held_out, load_samples, pad_token_of, prepare
 from .errors import TrainingError
 from .initialization import fresh_head
 from .recorded_states import RecordedStates
@@ -38,7 +38,6 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, float]:
     set_seed(arguments.seed)
     model, tokenizer = build_model(config, arguments.seed)
     train_rows, evaluation_rows = build_data(config, model, tokenizer, arguments)
-    pad = model.config.pad_token_id
     trainer = HeadTrainer(
         model=model,
         args=arguments,
@@ -47,7 +46,7 @@ def train(config: RunConfig, resume: bool = False) -> dict[str, float]:
         recorded_states=recorded_states(config, model),
         train_dataset=train_rows,
         eval_dataset=evaluation_rows,
-        data_collator=Collator(0 if pad is None else pad),
+        data_collator=Collator(pad_token_of(model)),
         processing_class=tokenizer,
     )
     last = get_last_checkpoint(config.output) if resume and Path(config.output).is_dir() else None

@@ -99,6 +99,17 @@ def test_the_backbone_does_not_run(model, trajectories, recording, monkeypatch):
     assert torch.isfinite(model(**batch, objective=options, recorded_states=RecordedStates(folder)).loss)
 
 
+def test_states_of_other_trajectories_are_refused(model, trajectories, recording):
+    folder, first = recording
+    batch = Collator(0)(encoded(trajectories, first))
+    given = {"noise_mask": torch.ones_like(batch["input_ids"], dtype=torch.bool)}
+    for extra in (given, {"reveals": given["noise_mask"][None]}):
+        with pytest.raises(ValueError, match="use layout='shared'"):
+            model(
+                **batch, objective={**RECORDED, "layout": "recorded"}, recorded_states=RecordedStates(folder), **extra
+            )
+
+
 def test_places_and_sizes(model, trajectories, recording):
     folder, first = recording
     states = RecordedStates(folder)

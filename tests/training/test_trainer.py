@@ -160,6 +160,17 @@ def test_overrides_and_their_errors(workplace, tmp_path):
         train(load_config(file, ["model.path=/nowhere/at/all"]))
 
 
+def test_what_won_is_the_default_under_the_users_own(workplace, tmp_path):
+    values = configuration(workplace, tmp_path)
+    for section, expected in {
+        "{}": (3, 1.0, 0.3),
+        "{steps: 1, certainty_weight: 0.5}": (1, 0.5, 0.3),
+        "{loss: reverse_kl}": (3, 0.0, 0.3),
+    }.items():
+        objective = config_from({**values, "objective": yaml.safe_load(section)}).objective
+        assert (objective.steps, objective.certainty_weight, objective.supervise_revealed) == expected
+
+
 @pytest.mark.parametrize(
     ("trainer", "steps", "message"),
     [

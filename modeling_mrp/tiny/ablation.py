@@ -179,8 +179,8 @@ def _write_table(rows: list[dict[str, Any]], file: Path, model_folder: Path, ste
         f"lossless tokens per forward, lattice of {_DRAFT_STATES} states, every forward counted, in the published and "
         "in the stable order (confidence_resolution 0.01), and what the head adds over drafting without one. Remask: "
         "points of accuracy against plain dynamic decoding at equal tokens per forward (interpolated between its "
-        "thresholds). Each variant changes one thing of `modeling_mrp/tiny/heads.yaml`; `published` sets the published "
-        "objective and start. "
+        "thresholds). Each variant changes one thing of `modeling_mrp/tiny/heads.yaml`; `published` sets the "
+        "published objective and start. "
         f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}; made by "
         f"`mrp-train ablate {model_folder} --output {file.parent} --steps {steps} --problems {count}`.",
         "",

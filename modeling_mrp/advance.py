@@ -14,7 +14,8 @@ from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
 from .packed_forward import MASKED
 from .remask_rules import keep_by_confidence, keep_by_cross, keep_by_veto
-from .reveal_policies import PositionStatistics, RevealPolicy, rank_of
+from .reveal_policies import RevealPolicy, rank_of
+from .reveal_rule import PositionStatistics
 from .token_statistics import DrawKey, TokenStatistics, token_statistics
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .draft_calibration import TINY_CALIBRATION
 from .packed_forward import MASKED, Segments
-from .reveal_policies import PositionStatistics, RevealPolicy
+from .reveal_policies import RevealPolicy
+from .reveal_rule import PositionStatistics
 
 _TRAJECTORIES = 96
 _CHILD = 0x5851F42D4C957F2D  # turns the code of a finished state into the code of the state that rides along with it

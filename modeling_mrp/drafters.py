@@ -17,7 +17,8 @@ from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
 from .packed_forward import MASKED
 from .philox_torch import NoiseKey
-from .reveal_policies import PositionStatistics, RevealPolicy
+from .reveal_policies import RevealPolicy
+from .reveal_rule import PositionStatistics
 from .reveal_statistics_torch import RevealStatistics
 from .shortlist_residual import shortlist, shortlist_residual
 from .token_statistics import DrawKey, token_statistics

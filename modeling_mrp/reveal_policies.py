@@ -2,31 +2,14 @@
 
 A policy is a pure function of the statistics of a state's logits, the state's masked positions and its step number.
 It is batched over any leading dimensions and knows nothing of rows, caches or drafts. To add one: a subclass of
-`RevealPolicy` with `order_key` (and `reveal_count` or `select`), and its name in `POLICIES`.
+`RevealPolicy` with `order_key` (or `select`), and its name in `POLICIES`; with a `rule`, kernels follow it too.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .generation_config_mrp import DecodingOptions
-
-
-class PositionStatistics(NamedTuple):
-    """What a policy may look at, every field `[..., block]`.
-
-    Attributes:
-        token: int64, the chosen token.
-        probability: float32, its raw softmax probability, the *confidence*.
-        log_odds: float32, log(p / (1 - p)) with full precision near p = 1; orders like the confidence.
-        entropy: float32, nats, of the raw softmax.
-    """
-
-    token: Tensor
-    probability: Tensor
-    log_odds: Tensor
-    entropy: Tensor
+from .reveal_rule import PositionStatistics, RevealRule
 
 
 class RevealPolicy:
@@ -40,9 +23,19 @@ class RevealPolicy:
 
     def __init__(self, options: DecodingOptions):
         self.options = options
-        steps = options.denoising_steps
-        self.counts = torch.tensor([options.reveals_at(step) for step in range(steps)])
-        self.uniform_count = int(self.counts[0]) if bool((self.counts == self.counts[0]).all()) else None
+        counts = {options.reveals_at(step) for step in range(options.denoising_steps)}
+        self.uniform_count = counts.pop() if len(counts) == 1 else None
+
+    @property
+    def rule(self) -> RevealRule | None:
+        """What a kernel needs to select as `select` does; `None` for a policy that only `select` knows."""
+        return self._rule("confidence")
+
+    def _rule(self, order: str, **values: float) -> RevealRule:
+        options = self.options
+        return RevealRule(
+            order, options.block_length, options.denoising_steps, resolution=options.resolution, **values
+        )
 
     def order_key(self, statistics: PositionStatistics) -> Tensor:
         """`[..., block]` float32: positions with a larger key are revealed first, ties from the left."""
@@ -54,7 +47,8 @@ class RevealPolicy:
         """`[...]` int64: n_t of the denoising schedule."""
         if self.uniform_count is not None:
             return torch.full_like(step, self.uniform_count)
-        return self.counts.to(step.device)[step % self.options.denoising_steps]
+        count, extra = divmod(self.options.block_length, self.options.denoising_steps)
+        return (count + (step % self.options.denoising_steps < extra).long()).clamp(min=1)
 
     def select(self, statistics: PositionStatistics, masked: Tensor, step: Tensor) -> Tensor:
         """`[..., block]` bool: the masked positions that this step reveals; at least one where any is masked.
@@ -74,9 +68,17 @@ class RevealPolicy:
 class LowConfidenceStatic(RevealPolicy):
     """The n_t most confident positions."""
 
+    @property
+    def rule(self) -> RevealRule | None:
+        return self._rule("confidence")
+
 
 class Sequential(RevealPolicy):
     """The n_t leftmost positions."""
+
+    @property
+    def rule(self) -> RevealRule | None:
+        return self._rule("left")
 
     def order_key(self, statistics: PositionStatistics) -> Tensor:
         block = statistics.probability.shape[-1]
@@ -86,6 +88,10 @@ class Sequential(RevealPolicy):
 
 class LowConfidenceDynamic(RevealPolicy):
     """All positions above the threshold if they are at least n_t, otherwise the n_t most confident."""
+
+    @property
+    def rule(self) -> RevealRule | None:
+        return self._rule("confidence", threshold=self.options.threshold)
 
     def select(self, statistics: PositionStatistics, masked: Tensor, step: Tensor) -> Tensor:
         above = (statistics.probability > self.options.threshold) & masked
@@ -101,6 +107,10 @@ class EntropyBounded(RevealPolicy):
     """
 
     uses_entropy = True
+
+    @property
+    def rule(self) -> RevealRule | None:
+        return self._rule("entropy", entropy_bound=self.options.entropy_bound)
 
     def order_key(self, statistics: PositionStatistics) -> Tensor:
         if self.options.resolution > 0:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .generation_config_mrp import DecodingOptions
 from .philox_torch import NoiseKey
-from .reveal_policies import PositionStatistics
+from .reveal_rule import PositionStatistics
 from .reveal_statistics import reveal_statistics
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from benchmarks.random_models import random_config, random_model, shared_model
 from modeling_mrp.generation_config_mrp import resolve_options
 from modeling_mrp.remask_rules import keep_by_confidence, keep_by_cross, keep_by_veto
-from modeling_mrp.reveal_policies import PositionStatistics, make_policy
+from modeling_mrp.reveal_policies import make_policy
+from modeling_mrp.reveal_rule import PositionStatistics
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, database=None,
                     suppress_health_check=list(HealthCheck))  # fmt: skip

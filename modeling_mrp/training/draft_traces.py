@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..generation_config_mrp import resolve_options
 from ..reference_decoding import MASKED, ReferenceDecoder
-from ..reveal_policies import PositionStatistics
+from ..reveal_rule import PositionStatistics
 
 LEVELS = (-1.0, 0.5, 2.0, 4.0, 6.0, 8.0, 10.0)
 QUANTILES = 17

@@ -10,7 +10,8 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.draft_lattice import DraftCalibration, DraftStatistics, LatticePlanner
 from modeling_mrp.generation_config_mrp import resolve_options
 from modeling_mrp.head_artifact import save_head
-from modeling_mrp.reveal_policies import PositionStatistics, make_policy
+from modeling_mrp.reveal_policies import make_policy
+from modeling_mrp.reveal_rule import PositionStatistics
 from modeling_mrp.tiny.tokenizer import build_tokenizer
 from modeling_mrp.training.calibrate import calibrate_folder
 from modeling_mrp.training.draft_traces import DISTANCES, LEVELS, QUANTILES, collect_traces, fit_calibration

@@ -1,0 +1,1 @@
+../../modeling_mrp/reveal_rule_triton.py

@@ -1,0 +1,1 @@
+../kernels/reveal_rule.py

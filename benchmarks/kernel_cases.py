@@ -11,6 +11,11 @@ import torch
 from mrp_kernels import NoiseKey
 from torch import Tensor
 
+from modeling_mrp import MRPConfig
+from modeling_mrp.draft_lattice import DraftCalibration
+from modeling_mrp.generation_config_mrp import resolve_options
+from modeling_mrp.reveal_policies import make_policy
+
 
 @dataclass(frozen=True)
 class Model:
@@ -235,6 +240,42 @@ def input_cases() -> Iterator[Case]:
             )
 
 
+def lattice_cases() -> Iterator[Case]:
+    """Choosing the next forward's states, for one row and for sixteen. Latency is all there is to it: few bytes."""
+    for rows, budget in ((1, 8), (1, 16), (16, 8)):
+        block, depth = BLOCK, budget - 1
+
+        def build(device: torch.device, rows: int = rows, budget: int = budget) -> tuple[tuple, dict]:
+            options = resolve_options({"mrp_mode": "speculative", "block_length": BLOCK}, MRPConfig())
+            odds = random(rows, 1, BLOCK, device=device, dtype=torch.float32, scale=2.0)
+            tokens = torch.randint(MASK_TOKEN, (2, rows, 1, BLOCK), device=device)
+            choice = mrp_kernels.PositionStatistics(tokens[0], odds.sigmoid(), odds, odds.abs())
+            generator = torch.Generator().manual_seed(0)
+            multipliers = torch.randint(-(2**62), 2**62, (BLOCK,), generator=generator) * 2 + 1
+            start = torch.zeros(rows, device=device, dtype=torch.int64)
+            return (
+                torch.full((rows, BLOCK), -1, device=device),
+                start,
+                start,
+                start == 0,
+                mrp_kernels.DraftStatistics(choice, tokens[1], 1),
+            ), {
+                "policy": make_policy(options),
+                "depth": budget - 1,
+                "budget": budget,
+                "multipliers": multipliers.to(device),
+                "perturbation": DraftCalibration.from_config(None).perturbation(BLOCK, device),
+            }
+
+        yield Case(
+            "lattice_states",
+            f"{rows} x {budget} states of {block}",
+            build,
+            bytes_moved=rows * (budget * (block + 3) * 8 + 5 * block * 8) + 96 * (block * 16 + (depth + 1) * 8),
+            headline=rows == 1 and budget == 8,
+        )
+
+
 def loss_cases() -> Iterator[Case]:
     """The training loss with its gradient."""
     tokens = LOSS_TOKENS
@@ -265,4 +306,5 @@ def all_cases() -> Iterator[Case]:
     yield from attention_cases()
     yield from shortlist_cases()
     yield from input_cases()
+    yield from lattice_cases()
     yield from loss_cases()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mrp_kernels import RevealStatistics, Shortlist
+from mrp_kernels import PackedStates, RevealStatistics, Shortlist
 from mrp_kernels.packed_block_attention_torch import visibility_matrix
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from .kernel_references import (
     shortlist_rest,
     statistics,
 )
+from .lattice_reference import differing_share, lattice
 
 LOSS_ROWS = 64  # float64 logits of all 4,096 tokens would not fit
 
@@ -76,6 +77,12 @@ def _qk_norm_rope(arguments: tuple, options: dict, found: tuple[Tensor, Tensor])
     return max(_largest(*pair) for pair in zip(found, expected, strict=True)), 2e-2
 
 
+def _lattice_states(arguments: tuple, options: dict, found: PackedStates) -> tuple[float, float]:
+    """Against sets and counts; a state may differ where two drafted confidences tie within float32."""
+    first, start, step, drafted, drafts = arguments
+    return differing_share(found, lattice(first, drafted, drafts, step=step, **options), start), 0.15
+
+
 def _residual_kl(arguments: tuple, options: dict, found: Tensor) -> tuple[float, float]:
     """Against logits that bfloat16 has rounded, as the LM head rounds them; the gradient is checked by the tests."""
     student, target, weight = (x.detach() for x in arguments)
@@ -91,5 +98,6 @@ CHECKS: dict[str, Callable[[tuple, dict, Any], tuple[float, float]]] = {
     "shortlist_residual": _shortlist_residual,
     "mrp_input": _mrp_input,
     "qk_norm_rope": _qk_norm_rope,
+    "lattice_states": _lattice_states,
     "residual_kl": _residual_kl,
 }

@@ -15,21 +15,30 @@ if __name__ == "kernels":
         _library.loader.exec_module(sys.modules["kernels"])
 else:
     from .kernel_dispatch import resolve_kernels
+    from .lattice_states import lattice_states
+    from .lattice_states_torch import DraftStatistics, PackedStates, Perturbation
     from .mrp_input import mrp_input, qk_norm_rope
     from .packed_block_attention import packed_block_attention
     from .packed_block_attention_torch import visibility_bits
     from .philox_torch import NoiseKey, gumbel_noise
     from .residual_kl import residual_kl
+    from .reveal_rule import PositionStatistics, RevealRule
     from .reveal_statistics import reveal_statistics
     from .reveal_statistics_torch import RevealStatistics
     from .shortlist_residual import shortlist, shortlist_residual
     from .shortlist_residual_torch import Shortlist
 
 __all__ = [
+    "DraftStatistics",
     "NoiseKey",
+    "PackedStates",
+    "Perturbation",
+    "PositionStatistics",
+    "RevealRule",
     "RevealStatistics",
     "Shortlist",
     "gumbel_noise",
+    "lattice_states",
     "mrp_input",
     "packed_block_attention",
     "qk_norm_rope",

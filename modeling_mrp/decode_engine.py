@@ -20,6 +20,7 @@ from .drafters import Drafter
 from .end_conditions import EndConditions
 from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
+from .lattice_states_torch import DraftStatistics
 from .packed_attention import prefer_packed_attention
 from .packed_cache import PackedCache
 from .packed_forward import MASKED, PackedStack, Segments, fill_masked
@@ -73,7 +74,8 @@ class DecodeEngine:
         advances = ADVANCES[options.mode]
         self.advance = advances(model, options, self.policy, self.runner, seed)
         calibration = DraftCalibration.from_config(model.config.draft_calibration)
-        self.planner = LatticePlanner(self.policy, calibration, block, self.device)
+        chain = options.draft_shape == "chain"
+        self.planner = LatticePlanner(self.policy, calibration, block, self.device, chain, options.kernels)
         self.drafter = Drafter(model, options, self.policy, self.runner, seed, calibration.head_weights)
         # The step is part of a state's identity only where something reads it.
         self.compare_steps = options.temperature > 0 or self.policy.uniform_count is None
@@ -99,17 +101,19 @@ class DecodeEngine:
     def _plan(self) -> Segments:
         """The segments of the next forward."""
         state = self.state
-        trajectories, drafted, budget = None, None, 1
-        if self.speculative and state.any_basis:
-            budget = self._budget()
-            if budget > 1:
-                trajectories, drafted = self._draft(budget)
-        companion = bool((state.first_host >= 0).all(axis=1).any())
-        return self.planner.segments(state.first, state.start, state.step, budget, companion, trajectories, drafted)
+        states = (state.first, state.start, state.step, bool((state.first_host >= 0).all(axis=1).any()))
+        budget = self._budget() if self.speculative and state.any_basis else 1
+        if budget == 1:
+            return self.planner.segments(*states)
+        depth = min(self._most_masked(), budget - 1)
+        return self.planner.segments(*states, budget, self._draft(depth), depth, state.has_basis)
+
+    def _most_masked(self) -> int:
+        return int((self.state.first_host < 0).sum(axis=1).max())
 
     def _budget(self) -> int:
         """Segments worth packing: never more than the rows' masked positions can give states for."""
-        options, masked = self.options, int((self.state.first_host < 0).sum(axis=1).max())
+        options, masked = self.options, self._most_masked()
         if masked == 0:
             return 1
         if options.draft_shape == "chain":
@@ -119,16 +123,14 @@ class DecodeEngine:
             budget = draft_budget(self.model, self.state.rows, options.block_length, self.runner is not None)
         return min(budget, 2 ** min(masked, 16) + 1)
 
-    def _draft(self, budget: int) -> tuple[Tensor, Tensor]:
-        """Trajectories `[rows, trajectories, depth, block]` from the certain states, and which rows have any."""
+    def _draft(self, depth: int) -> DraftStatistics:
+        """Predicted statistics of the next `depth` states."""
         state = self.state
         assert state.basis is not None
-        depth = min(int((state.first_host < 0).sum(axis=1).max()), budget - 1)
         before = self.drafter.passes
         drafts = self.drafter.predict(state.basis, state.first, state.step, depth)
         self.counters.head_passes[state.index] += self.drafter.passes - before
-        make = self.planner.chain if self.options.draft_shape == "chain" else self.planner.lattice
-        return make(state.first, state.step, drafts, depth), state.has_basis
+        return drafts
 
     def _forward(self, segments: Segments) -> tuple[Tensor, Tensor, TokenStatistics]:
         """Evaluates the segments: hidden `[rows, segments, block, hidden]`, logits, and their statistics."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .advance import KnownState
-from .draft_lattice import DraftStatistics
 from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
+from .lattice_states_torch import DraftStatistics
 from .packed_forward import MASKED
 from .philox_torch import NoiseKey
 from .reveal_policies import RevealPolicy

@@ -27,11 +27,14 @@ MODES = {
     "block": {"mrp_mode": "speculative", "draft_states": 3, "mrp_context": "block"},
 }
 EVERYWHERE = {"reveal_statistics", "packed_block_attention", "qk_norm_rope"}
+DRAFTING = EVERYWHERE | {"mrp_input", "lattice_states"}
 CALLED = {
-    **{name: EVERYWHERE | {"mrp_input"} for name in MODES},
+    **dict.fromkeys(MODES, DRAFTING),
     "none": EVERYWHERE,
     "top_p": EVERYWHERE | {"reveal_threshold"},
-    "shortlist": EVERYWHERE | {"mrp_input", "shortlist", "shortlist_residual"},
+    "shortlist": DRAFTING | {"shortlist", "shortlist_residual"},
+    "direct": EVERYWHERE | {"mrp_input"},
+    "remask": EVERYWHERE | {"mrp_input"},
 }
 LAUNCHERS = {
     "reveal_statistics": "reveal_statistics_triton.reveal_statistics_triton",
@@ -41,6 +44,7 @@ LAUNCHERS = {
     "shortlist_residual": "shortlist_residual_triton.shortlist_residual_triton",
     "mrp_input": "mrp_input_triton.mrp_input_triton",
     "qk_norm_rope": "mrp_input_triton.qk_norm_rope_triton",
+    "lattice_states": "lattice_states_triton.lattice_states_triton",
     "residual_kl": "residual_kl_triton.residual_kl_triton",
 }
 

@@ -1,8 +1,12 @@
 """Inputs that the tests of the twins and of the kernels share."""
 
 import torch
-from mrp_kernels import NoiseKey
+from mrp_kernels import DraftStatistics, NoiseKey, Perturbation, PositionStatistics
 from torch import Tensor
+
+from benchmarks.random_models import random_config
+from modeling_mrp.generation_config_mrp import resolve_options
+from modeling_mrp.reveal_policies import RevealPolicy, make_policy
 
 MARGIN = 37
 
@@ -76,3 +80,52 @@ ATTENTION_SHAPES = (
     (2, 2, 2, 1, 4, 80, [0, 0]),
     (1, 2, 1, 64, 1, 16, [5]),
 )
+
+
+POLICIES = (
+    {},
+    {"denoising_steps": 1},
+    {"denoising_steps": 2},
+    {"remasking_strategy": "sequential"},
+    {"confidence_resolution": 0.125},
+    {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.7, "denoising_steps": 2},
+    {"remasking_strategy": "entropy_bounded", "entropy_bound": 0.5},
+    {"remasking_strategy": "entropy_bounded", "entropy_bound": 4.0, "confidence_resolution": 0.25},
+)
+
+
+def policy_of(block: int, **options: object) -> RevealPolicy:
+    return make_policy(resolve_options({"mrp_mode": "none", "block_length": block} | options, random_config()))
+
+
+def lattice_inputs(block: int, depths: int, passes: int, trajectories: int | None) -> tuple[tuple, dict]:
+    """Six rows: finished, undrafted, one masked position, all masked, and two between; draws far apart."""
+    generator = torch.Generator().manual_seed(block * 100 + depths)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    rows = 6
+    first = torch.randint(0, 60, (rows, block), generator=generator)
+    masked = draw(rows, block) < 0.6
+    masked[0], masked[3] = False, True
+    masked[2] = torch.arange(block) == block // 2
+    first = first.masked_fill(masked, -1)
+    odds = 4 * draw(rows, depths, block) - 2
+    shape = odds.shape
+    tokens, others = (torch.randint(0, 60, shape, generator=generator) for _ in range(2))
+    drafts = DraftStatistics(PositionStatistics(tokens, odds.sigmoid(), odds, 2 * draw(*shape)), others, passes)
+    drafted = torch.tensor([True, False, True, True, True, True])
+    start, step = block * torch.arange(3, 3 + rows), torch.arange(rows) % 3
+    options = {"multipliers": torch.randint(-(2**62), 2**62, (block,), generator=generator) * 2 + 1}
+    if trajectories is not None:
+        bins, quantiles = 4, 7
+        options["perturbation"] = Perturbation(
+            levels=torch.tensor([-1.0, 0.0, 1.0]),
+            quantiles=(3 * draw(2, 2, bins, quantiles) - 1.5).sort().values,
+            flip_rates=0.4 * draw(2, 2, bins),
+            below=torch.randint(0, quantiles - 1, (trajectories, block), generator=generator),
+            fraction=draw(trajectories, block),
+            flips=draw(trajectories, block),
+        )
+    return (first, start, step, drafted, drafts), options

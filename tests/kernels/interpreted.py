@@ -12,9 +12,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from inputs import ATTENTION_SHAPES, attention_inputs, inside_nan, logits_of, noise_of
+from inputs import (
+    ATTENTION_SHAPES,
+    POLICIES,
+    attention_inputs,
+    inside_nan,
+    lattice_inputs,
+    logits_of,
+    noise_of,
+    policy_of,
+)
 from mrp_kernels import (
     NoiseKey,
+    lattice_states,
     mrp_input,
     packed_block_attention,
     qk_norm_rope,
@@ -52,7 +62,8 @@ def fenced(monkeypatch) -> Iterator[None]:
     monkeypatch.undo()
     for buffer in allocated:
         for fence in (buffer[:FENCE], buffer[-FENCE:]):
-            assert fence.isnan().all() if fence.is_floating_point() else fence.eq(CANARY).all()
+            intact = fence.isnan() if fence.is_floating_point() else fence == torch.tensor(CANARY).to(fence.dtype)
+            assert intact.all()
 
 
 def both(function: Callable, *arguments, **options) -> tuple:
@@ -272,3 +283,41 @@ def test_loss(dtype, vocab, chunk):
         found.append((loss, gradient))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(found[1][1], found[0][1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("block", "depth", "budget", "depths", "passes", "trajectories"),
+    [(4, 3, 4, 1, 1, 11), (3, 3, 9, 3, 2, 20), (5, 4, 5, 2, 1, None), (16, 7, 8, 1, 1, 33)],
+)
+def test_lattice_states(policy, block, depth, budget, depths, passes, trajectories):
+    arguments, options = lattice_inputs(block, depths, passes, trajectories)
+    options |= {"policy": policy_of(block, **policy), "depth": depth, "budget": budget}
+    twin, kernel = both(lattice_states, *arguments, **options)
+    for name in twin._fields:
+        assert torch.equal(getattr(twin, name), getattr(kernel, name)), name
+
+
+def test_lattice_states_survives_broken_drafts():
+    """NaN statistics (the engine raises, but later): indices stay inside, and every loop ends."""
+    arguments, options = lattice_inputs(4, 1, 1, 5)
+    first, start, step, drafted, drafts = arguments
+    choice = drafts.choice._replace(
+        probability=drafts.choice.probability * torch.nan, log_odds=drafts.choice.log_odds * torch.nan
+    )
+    options |= {"policy": policy_of(4), "depth": 3, "budget": 6}
+    found = lattice_states(first, start, step, drafted, drafts._replace(choice=choice), kernels="triton", **options)
+    assert found.ids.min() >= -1
+    assert found.ids.max() < 60
+    assert found.parent.max() < 6
+
+
+def test_a_policy_that_only_torch_knows():
+    class Own(type(policy_of(4))):
+        rule = None
+
+    arguments, options = lattice_inputs(4, 1, 1, None)
+    policy = Own(policy_of(4).options)
+    with pytest.raises(ValueError, match="cannot follow Own, which has no rule"):
+        lattice_states(*arguments, policy=policy, depth=2, budget=3, kernels="triton", **options)
+    lattice_states(*arguments, policy=policy, depth=2, budget=3, kernels="torch", **options)

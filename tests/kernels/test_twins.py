@@ -2,9 +2,19 @@
 
 import pytest
 import torch
-from inputs import ATTENTION_SHAPES, attention_inputs, inside_nan, logits_of, noise_of
+from inputs import (
+    ATTENTION_SHAPES,
+    POLICIES,
+    attention_inputs,
+    inside_nan,
+    lattice_inputs,
+    logits_of,
+    noise_of,
+    policy_of,
+)
 from mrp_kernels import (
     gumbel_noise,
+    lattice_states,
     mrp_input,
     packed_block_attention,
     qk_norm_rope,
@@ -16,6 +26,7 @@ from mrp_kernels import (
 )
 
 from benchmarks import kernel_references as reference
+from benchmarks.lattice_reference import differing_share, lattice
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -251,3 +262,43 @@ def test_loss_at_the_full_vocabulary_and_without_a_gradient():
     torch.testing.assert_close(residual_kl(student, target, weight, chunk=2).double(), expected, rtol=1e-4, atol=1e-4)
     assert residual_kl(target, target, weight).abs().max() < 1e-5
     assert residual_kl(student[:0], target[:0], weight).shape == (0,)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("block", "depth", "budget", "depths", "passes", "trajectories"),
+    [(4, 3, 4, 1, 1, 11), (5, 5, 16, 3, 2, 20), (4, 4, 5, 2, 1, None), (8, 7, 8, 2, 2, 33)],
+)
+def test_lattice_states(policy, block, depth, budget, depths, passes, trajectories):
+    """Against sets and counts: order of choice, shared states, the state that rides along, depth by depth."""
+    arguments, options = lattice_inputs(block, depths, passes, trajectories)
+    options |= {"policy": policy_of(block, **policy), "depth": depth, "budget": budget}
+    found = lattice_states(*arguments, **options)
+    first, start, step, drafted, drafts = arguments
+    expected = lattice(first, drafted, drafts, step=step, perturbation=options.pop("perturbation", None), **options)
+    for row, states in enumerate(expected):
+        assert found.alive[row].tolist() == [place < len(states) for place in range(budget)]
+        alive = found.alive[row]
+        assert [tuple(ids) for ids in found.ids[row, alive].tolist()] == [ids for ids, _, _ in states]
+        assert found.parent[row, alive].tolist() == [-1 if mother is None else mother for _, mother, _ in states]
+        rides = found.parent[row, alive] >= 0
+        assert found.start[row, alive].tolist() == (start[row] + block * rides).tolist()
+        steps = [0 if mother is not None else int(step[row]) + depth for _, mother, depth in states]
+        assert found.step[row, alive].tolist() == steps
+    assert differing_share(found, expected, start) == 0
+    assert sum(map(len, expected)) > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": 0}, "depth=0 must be between 1 and 63"),
+        ({"budget": 65}, "budget=65 between 2 and 64"),
+        ({"multipliers": torch.ones(3, dtype=torch.int64)}, r"multipliers \[3\]"),
+    ],
+)
+def test_lattice_states_refuses_what_does_not_fit(changes, message):
+    arguments, options = lattice_inputs(4, 1, 1, None)
+    options |= {"policy": policy_of(4), "depth": 3, "budget": 4} | changes
+    with pytest.raises(ValueError, match=message):
+        lattice_states(*arguments, **options)

@@ -7,10 +7,9 @@ import torch
 from training_models import small_model
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.draft_lattice import DraftCalibration, DraftStatistics, LatticePlanner
-from modeling_mrp.generation_config_mrp import resolve_options
+from modeling_mrp.draft_lattice import DraftCalibration
 from modeling_mrp.head_artifact import save_head
-from modeling_mrp.reveal_policies import make_policy
+from modeling_mrp.lattice_states_torch import DraftStatistics, perturbed
 from modeling_mrp.reveal_rule import PositionStatistics
 from modeling_mrp.tiny.tokenizer import build_tokenizer
 from modeling_mrp.training.calibrate import calibrate_folder
@@ -95,11 +94,11 @@ def test_each_state_is_spread_as_its_pass_and_distance_say(passes, groups):
     tables = [[[[10.0 * p + d] * QUANTILES] * (len(LEVELS) + 1) for d in range(DISTANCES)] for p in range(2)]
     flips = [[[0.0] * (len(LEVELS) + 1)] * DISTANCES] * 2
     calibration = DraftCalibration(list(LEVELS), tables, flips, [1.0, 1.0])
-    policy = make_policy(resolve_options({"mrp_mode": "speculative"}, small_model().config))
-    planner = LatticePlanner(policy, calibration, 4, torch.device("cpu"))
+    perturbation = calibration.perturbation(4, torch.device("cpu"))
     zeros = torch.zeros(1, passes, 4)
     choice = PositionStatistics(zeros.long(), zeros + 0.5, zeros, zeros)
     drafts = DraftStatistics(choice, zeros.long(), passes)
     for depth, (source, distance) in enumerate(groups):
-        moved = planner._perturbed(drafts, depth).log_odds
+        group = perturbation.group(passes, depth)
+        moved = perturbed(drafts, min(depth, passes - 1), group, perturbation).log_odds
         assert torch.equal(moved, torch.full_like(moved, 10.0 * source + distance))

@@ -1,0 +1,1 @@
+../../modeling_mrp/lattice_states.py

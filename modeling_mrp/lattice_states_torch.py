@@ -1,0 +1,1 @@
+../kernels/lattice_states_torch.py

@@ -92,6 +92,21 @@ def machine_rates(timer: Timer) -> tuple[float, float]:
     return copy, 2 * 8192**3 / timer.eager(lambda: a @ b, 20) * 1e6
 
 
+class EqualCopies:
+    """Microseconds of a copy that moves as many bytes as a case, in a graph: what launching alone leaves attainable."""
+
+    def __init__(self, timer: Timer) -> None:
+        self.timer, self.known = timer, dict[int, float]()
+
+    def microseconds(self, bytes_moved: int) -> float:
+        half = max(1, bytes_moved // 2)
+        if half not in self.known:
+            source = torch.zeros(half, dtype=torch.int8, device=DEVICE)
+            target = torch.empty_like(source)
+            self.known[half] = self.timer.graph(lambda: target.copy_(source))
+        return self.known[half]
+
+
 Rivals = Iterator[tuple[str, Callable[[], object]]]
 
 
@@ -179,15 +194,19 @@ class Report:
 
 @dataclass
 class Measured:
-    """One case's figures: microseconds (NaN: could not be captured), share of the copy rate, rivals' times over it."""
+    """One case's figures: microseconds (NaN: could not be captured), shares in % of the copy rate and of a copy of as
+    many bytes, rivals' times over it."""
 
     graph: float
     eager: float
     of_copy: float
+    of_equal_copy: float
     ratios: dict[str, float] = field(default_factory=dict)
 
 
-def measure(case: Case, timer: Timer, rates: tuple[float, float], report: Report, slow: bool) -> Measured | None:
+def measure(
+    case: Case, timer: Timer, rates: tuple[float, float], copies: EqualCopies, report: Report, slow: bool
+) -> Measured | None:
     """Checks one case, times it and its rivals, and adds its row; `None` if it cannot run."""
     try:
         arguments, options = case.build(torch.device(DEVICE))
@@ -196,13 +215,14 @@ def measure(case: Case, timer: Timer, rates: tuple[float, float], report: Report
         own_graph, own_eager = _times(timer, calls.pop("triton"), case.backward)
     except Exception as problem:  # the other kernels are worth their figures nevertheless
         report.faults += 1
-        report.add(f"| {case.operation} | {case.shape} | | | FAILED {_short(problem)} | | | | | |")
+        report.add(f"| {case.operation} | {case.shape} | | | FAILED {_short(problem)} | | | | | | |")
         return None
     right = error <= tolerance  # false for NaN
     report.faults += not right
     reached = _reached(own_graph, own_eager)
     shares = [100e6 / (rate * reached) for rate in rates]
-    measured = Measured(own_graph, own_eager, case.bytes_moved * shares[0])
+    of_equal_copy = 100 * copies.microseconds(case.bytes_moved) / reached
+    measured = Measured(own_graph, own_eager, case.bytes_moved * shares[0], of_equal_copy)
     notes = []
     for name, function in calls.items():
         try:
@@ -222,7 +242,8 @@ def measure(case: Case, timer: Timer, rates: tuple[float, float], report: Report
     report.add(
         f"| {case.operation} | {case.shape} | {case.bytes_moved / 1e6:.2f} | {case.operations / 1e9:.3f} "
         f"| {error:.1e}{'' if right else ' WRONG'} | {own_graph:.1f} | {own_eager:.1f} "
-        f"| {measured.of_copy:.0f} % | {case.operations * shares[1]:.0f} % | {', '.join(notes)} |"
+        f"| {measured.of_copy:.0f} % | {measured.of_equal_copy:.0f} % | {case.operations * shares[1]:.0f} % "
+        f"| {', '.join(notes)} |"
     )
     return measured
 
@@ -266,9 +287,10 @@ def _reached(graph: float, eager: float) -> float:
 def targets(found: dict[tuple[str, str], Measured], drafts: dict[int, float]) -> Iterator[str]:
     """What was aimed at, and what was reached; `drafts` is a draft step's share of the backbone, by prefix."""
     vocab, name = kernel_cases.MODELS[0].vocab, kernel_cases.MODELS[1].name
-    missing = Measured(math.nan, math.nan, math.nan)
+    missing = Measured(math.nan, math.nan, math.nan, math.nan)
     greedy = found.get(("reveal_statistics", f"64 x {vocab}, greedy"), missing)
     yield _verdict("statistics, share of copy bandwidth in %", greedy.of_copy, at_least=85)
+    yield _verdict("the same, in % of a copy of as many bytes", greedy.of_equal_copy, at_least=85)
     attention = found.get(("packed_block_attention", kernel_cases.HEADLINE_ATTENTION), missing).ratios
     sdpa = min((attention.get(rival, math.nan) for rival in ("sdpa", "sdpa repeated")), default=math.nan)
     yield _verdict("packed attention, times SDPA with a mask (the faster of two)", sdpa, at_least=1.5)
@@ -290,7 +312,7 @@ def run(output: Path, only: str | None) -> int:
     began = time.monotonic()
     torch.manual_seed(0)
     timer, report = Timer(), Report()
-    rates = machine_rates(timer)
+    rates, copies = machine_rates(timer), EqualCopies(timer)
     report.add("# Kernels on a GPU")
     report.add("")
     report.add(
@@ -299,17 +321,20 @@ def run(output: Path, only: str | None) -> int:
         f"{rates[0] / 1e12:.2f} TB/s (read and write), bfloat16 products {rates[1] / 1e12:.0f} TFLOP/s, both measured "
         "here. Median times with a cold L2 cache; `graph` is what a call adds to a CUDA graph, `eager` a call from "
         "Python; "
-        "ratios say how many times longer the rival takes."
+        "ratios say how many times longer the rival takes. `of equal copy` compares with a copy of as many bytes: "
+        "where a call lasts a few microseconds, starting it is a good part of them for any kernel."
     )
     report.add("")
-    report.add("| operation | shape | MB | GFLOP | error | graph us | eager us | of copy | of products | rivals |")
-    report.add("|---|---|---|---|---|---|---|---|---|---|")
+    report.add(
+        "| operation | shape | MB | GFLOP | error | graph us | eager us | of copy | of equal copy | of products | rivals |"
+    )
+    report.add("|---|---|---|---|---|---|---|---|---|---|---|")
     found: dict[tuple[str, str], Measured] = {}
     drafts: dict[int, float] = {}
     for case in all_cases():
         if only is None or case.operation == only:
             slow = time.monotonic() - began < COMPILE_SECONDS
-            if (measured := measure(case, timer, rates, report, slow)) is not None:
+            if (measured := measure(case, timer, rates, copies, report, slow)) is not None:
                 found[case.operation, case.shape] = measured
             torch.cuda.empty_cache()
     if only is None:

@@ -23,6 +23,10 @@ FLUSH_BYTES = 2**28  # several times the largest L2 cache
 DEVICE = "cuda"
 COMPILE_SECONDS = 200  # after these, torch.compile and flex attention are left out, to stay below eight minutes
 CALLS = 8  # of a function in one CUDA graph
+COLUMNS = (
+    "operation", "shape", "MB", "GFLOP", "error", "graph us", "eager us", "of copy", "of equal copy", "of products",
+    "rivals",
+)  # fmt: skip
 
 
 class Timer:
@@ -93,7 +97,7 @@ def machine_rates(timer: Timer) -> tuple[float, float]:
 
 
 class EqualCopies:
-    """Microseconds of a copy that moves as many bytes as a case, in a graph: what launching alone leaves attainable."""
+    """Microseconds of a copy that moves as many bytes as a case, in a graph: what starting it leaves attainable."""
 
     def __init__(self, timer: Timer) -> None:
         self.timer, self.known = timer, dict[int, float]()
@@ -325,10 +329,8 @@ def run(output: Path, only: str | None) -> int:
         "where a call lasts a few microseconds, starting it is a good part of them for any kernel."
     )
     report.add("")
-    report.add(
-        "| operation | shape | MB | GFLOP | error | graph us | eager us | of copy | of equal copy | of products | rivals |"
-    )
-    report.add("|---|---|---|---|---|---|---|---|---|---|---|")
+    report.add("| " + " | ".join(COLUMNS) + " |")
+    report.add("|---" * len(COLUMNS) + "|")
     found: dict[tuple[str, str], Measured] = {}
     drafts: dict[int, float] = {}
     for case in all_cases():

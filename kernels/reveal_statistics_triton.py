@@ -181,6 +181,14 @@ def _combine_kernel(
     start = chunk * BLOCK
     index = start + lane
     x = _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL, False)
+    if RUNNER_UP:
+        # Whether it is needed shows only later, but two loads at once take no longer than one.
+        is_elsewhere = inside & (split != chunk)
+        elsewhere = tl.where(is_elsewhere, best, low)
+        other = tl.max(elsewhere, axis=0)
+        other_chunk = tl.min(tl.where(is_elsewhere & (elsewhere == other), split, NONE), axis=0)
+        other_index = tl.minimum(other_chunk, splits - 1) * BLOCK + lane
+        other_x = _load_chunk(logits, residual, residual_scale, other_index, vocab, HAS_RESIDUAL, False)
     choice = _scores(
         x, index, start, row, threshold, seed, noise_row, noise_position, noise_step, seed_stride,
         inverse_temperature, vocab, mask_token, HAS_THRESHOLD, SAMPLE, BLOCK,
@@ -214,16 +222,11 @@ def _combine_kernel(
         rest = tl.where(choosable & (is_token == 0), x, low)
         runner = tl.max(rest, axis=0)
         runner_token = tl.min(tl.where(choosable & (is_token == 0) & (rest == runner), index, NONE), axis=0)
-        elsewhere = tl.where(inside & (split != chunk), best, low)
-        other = tl.max(elsewhere, axis=0)
-        other_chunk = tl.min(tl.where(inside & (split != chunk) & (elsewhere == other), split, NONE), axis=0)
         if (other > runner) | ((other == runner) & (other_chunk < chunk)):
-            index = other_chunk * BLOCK + lane
-            x = _load_chunk(logits, residual, residual_scale, index, vocab, HAS_RESIDUAL, False)
-            rest = tl.where((index < vocab) & (index != mask_token), x, low)
+            other_choosable = (other_index < vocab) & (other_index != mask_token)
+            rest = tl.where(other_choosable, other_x, low)
             runner = tl.max(rest, axis=0)
-            choosable = (index < vocab) & (index != mask_token)
-            runner_token = tl.min(tl.where(choosable & (rest == runner), index, NONE), axis=0)
+            runner_token = tl.min(tl.where(other_choosable & (rest == runner), other_index, NONE), axis=0)
         tl.store(runner_up_out + row, tl.minimum(runner_token, vocab - 1).to(tl.int64))
         tl.store(runner_up_probability_out + row, tl.exp2((runner - row_largest) * LOG2_E) / total)
 

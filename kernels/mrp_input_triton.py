@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .tile_arithmetic import cdiv, next_power_of_2
+
 try:  # transformers' check of remote code tolerates a missing package only in a try block
     import triton
     import triton.language as tl
@@ -179,7 +181,7 @@ def mrp_input_triton(
     if output.numel() == 0:
         return output
     tile_rows, columns, block, warps, stages = tile_sizes(rows, projection.dtype)
-    _mrp_input_kernel[(triton.cdiv(out, columns), triton.cdiv(rows, tile_rows))](
+    _mrp_input_kernel[(cdiv(out, columns), cdiv(rows, tile_rows))](
         ids.reshape(-1).contiguous(),
         rows_in,
         embedding,
@@ -256,10 +258,10 @@ def qk_norm_rope_triton(
         eps,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        PADDED_HEADS=triton.next_power_of_2(heads),
-        PADDED_KV_HEADS=triton.next_power_of_2(kv_heads),
+        PADDED_HEADS=next_power_of_2(heads),
+        PADDED_KV_HEADS=next_power_of_2(kv_heads),
         DIM=dim,
-        HALF=triton.next_power_of_2(dim // 2),
+        HALF=next_power_of_2(dim // 2),
         num_warps=4,
     )
     return query_out, key_out

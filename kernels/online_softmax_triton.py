@@ -13,13 +13,13 @@ except ImportError as error:
 
 @triton.jit
 def _attend(
-    query, key, value, allowed, row_max, row_sum, output, scale, UPCAST: tl.constexpr, PRECISION: tl.constexpr
+    query, key, value, allowed, row_max, row_sum, output, scale, UPCAST: tl.constexpr
 ):
     """One step with `query [M, D]`, `key [N, D]`, `value [N, D]`; `scale` takes scores to powers of two."""
     if UPCAST:
         key = key.to(tl.float32)
         value = value.to(tl.float32)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     scores = tl.where(allowed, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # Rows that have seen nothing yet keep -inf as their maximum; 0 in its place makes their weights 0, not NaN.
@@ -30,7 +30,7 @@ def _attend(
     row_sum = row_sum * decay + tl.sum(weights, axis=1)
     if not UPCAST:
         weights = weights.to(value.dtype)
-    output = tl.dot(weights, value, acc=output * decay[:, None], input_precision=PRECISION)
+    output = tl.dot(weights, value, acc=output * decay[:, None], input_precision="ieee")
     return new_max, row_sum, output
 
 
@@ -38,7 +38,7 @@ def _attend(
 def attend_cached(
     query, cache_key, cache_value, start, stop, row_max, row_sum, output, scale,
     KEY_TOKEN: tl.constexpr, VALUE_TOKEN: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    KEYS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The state after the cached positions `[start, stop)`, which all rows see.
 
@@ -55,7 +55,7 @@ def attend_cached(
         k = tl.load(key, mask=load, other=0.0)
         v = tl.load(value, mask=load, other=0.0)
         row_max, row_sum, output = _attend(
-            query, k, v, inside[None, :], row_max, row_sum, output, scale, UPCAST, PRECISION
+            query, k, v, inside[None, :], row_max, row_sum, output, scale, UPCAST
         )
     return row_max, row_sum, output
 
@@ -64,7 +64,7 @@ def attend_cached(
 def attend_segments(
     query, key, value, bits, token, in_rows, tokens, row_max, row_sum, output, scale, key_token,
     BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, OWN_KEYS: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The state after the row's new segments, of which bit j of `bits` `[ROWS]` shows segment j to a query row.
 
@@ -87,6 +87,6 @@ def attend_segments(
             k = tl.load(key + place, mask=load, other=0.0)
             v = tl.load(value + place, mask=load, other=0.0)
             row_max, row_sum, output = _attend(
-                query, k, v, allowed, row_max, row_sum, output, scale, UPCAST, PRECISION
+                query, k, v, allowed, row_max, row_sum, output, scale, UPCAST
             )
     return row_max, row_sum, output

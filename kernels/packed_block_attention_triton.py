@@ -6,6 +6,8 @@ Either it walks the new segments and the whole prefix and writes the result, or,
 machine idle, split 0 is the new segments, split 1 + i the i-th chunk of the prefix, and a second kernel combines them.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,6 @@ def _attention_kernel(
     WHOLE: tl.constexpr,
     COMMIT: tl.constexpr,
     UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """`output` is the result if `WHOLE`, else the splits' partial results, see `_partial_places`."""
     pair = tl.program_id(0)
@@ -126,12 +127,12 @@ def _attention_kernel(
         bits = tl.load(visibility + batch * segments + token // BLOCK, mask=in_rows, other=0)
         row_max, row_sum, result = attend_segments(
             q, key, value, bits, token, in_rows, tokens, row_max, row_sum, result, scale, key_token,
-            BLOCK, DIM, PADDED_DIM, OWN_KEYS, UPCAST, PRECISION,
+            BLOCK, DIM, PADDED_DIM, OWN_KEYS, UPCAST,
         )  # fmt: skip
     if WHOLE or split > 0:
         row_max, row_sum, result = attend_cached(
             q, cache_key, cache_value, start, stop, row_max, row_sum, result, scale,
-            CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN, DIM, PADDED_DIM, KEYS, UPCAST, PRECISION,
+            CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN, DIM, PADDED_DIM, KEYS, UPCAST,
         )  # fmt: skip
 
     if WHOLE:
@@ -275,17 +276,8 @@ def packed_block_attention_triton(
     partial = output
     if not whole:
         partial = torch.empty(pairs * splits * group * tokens * (dim + 2), device=device, dtype=torch.float32)
-    constants: dict[str, int] = {
-        "CHUNK": 0 if whole else chunk,
-        "CACHE_KEY_TOKEN": key_cache_stride[2],
-        "CACHE_VALUE_TOKEN": value_cache_stride[2],
-        "GROUP": group,
-        "BLOCK": block,
-        "DIM": dim,
-        "PADDED_DIM": max(16, next_power_of_2(dim)),
-        "PADDED_BLOCK": next_power_of_2(block),
-        "COMMIT": commit is not None,
-    }
+    padded_dim, padded_block = max(16, next_power_of_2(dim)), next_power_of_2(block)
+    # Constants go by position: a name costs 0.1 us, and there is a call for every layer.
     _attention_kernel[(pairs, tiles, splits)](
         query,
         key,
@@ -304,13 +296,20 @@ def packed_block_attention_triton(
         capacity,
         kv_heads,
         segments,
-        **constants,
-        ROWS=rows,
-        KEYS=keys,
-        OWN_KEYS=own_keys,
-        WHOLE=whole,
-        UPCAST=_upcast(query),
-        PRECISION="ieee",
+        0 if whole else chunk,
+        key_cache_stride[2],
+        value_cache_stride[2],
+        group,
+        block,
+        dim,
+        padded_dim,
+        padded_block,
+        rows,
+        keys,
+        own_keys,
+        whole,
+        commit is not None,
+        _upcast(query),
         num_warps=warps,
         num_stages=stages,
     )
@@ -333,13 +332,22 @@ def packed_block_attention_triton(
         kv_heads,
         tokens,
         splits,
-        **constants,
-        ROWS=combined_rows,
+        chunk,
+        key_cache_stride[2],
+        value_cache_stride[2],
+        group,
+        block,
+        dim,
+        padded_dim,
+        padded_block,
+        combined_rows,
+        commit is not None,
         num_warps=4,
     )
     return output
 
 
+@lru_cache  # the same for all layers of a forward
 def tile_sizes(rows: int, dtype: torch.dtype, capability: int) -> tuple[int, int, int, int, int]:
     """Query rows, prefix keys and new keys per product, warps and pipeline stages: the largest that spill nothing.
 
@@ -352,6 +360,7 @@ def tile_sizes(rows: int, dtype: torch.dtype, capability: int) -> tuple[int, int
     return tile, keys, own_keys, 8 if tile == 128 else 4, 3 if 90 <= capability < 120 else 2
 
 
+@lru_cache  # the same for all layers of a forward
 def chunk_size(programs_per_chunk: int, prefix: int) -> int:
     """Prefix positions per split: the longest that still makes two programs for each of about 132 processors.
 
@@ -364,6 +373,7 @@ def chunk_size(programs_per_chunk: int, prefix: int) -> int:
     return 512
 
 
+@lru_cache  # the same for all layers of a forward
 def one_launch(programs: int, prefix: int, chunk: int) -> bool:
     """Whether each of `programs` walks the whole prefix by itself and there is nothing to combine.
 

@@ -84,11 +84,12 @@ def qk_norm_rope(
         ValueError: shapes that do not fit together, or a gradient is wanted from the kernel.
     """
     batch, tokens, _, dim = query.shape
-    if key.shape[:2] != (batch, tokens) or key.shape[3] != dim or dim % 2:
+    if key.shape != (batch, tokens, key.shape[2], dim) or dim % 2:
         raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} must share all but heads; dim is even.")
     if query_norm.shape != (dim,) or key_norm.shape != (dim,):
         raise ValueError(f"the norm weights {list(query_norm.shape)} and {list(key_norm.shape)} must be [{dim}].")
-    if cos.shape != sin.shape or cos.shape[0] not in (1, batch) or cos.shape[1:] != (tokens, dim):
+    rope = cos.shape
+    if rope != sin.shape or (rope != (batch, tokens, dim) and rope != (1, tokens, dim)):
         raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} must be [{batch} or 1, {tokens}, {dim}].")
     if _choose(kernels, query, key, query_norm, key_norm) == "triton":
         from .mrp_input_triton import qk_norm_rope_triton as implementation

@@ -62,14 +62,13 @@ def attend_cached(
 
 @triton.jit
 def attend_segments(
-    query, key, value, bits, token, in_rows, tokens, row_max, row_sum, output, scale, key_token,
+    query, key, value, bits, token, in_rows, tokens, row_max, row_sum, output, scale, key_token, value_token,
     BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, OWN_KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The state after the row's new segments, of which bit j of `bits` `[ROWS]` shows segment j to a query row.
 
-    `token` `[ROWS]` is the position of a query row among the new ones; every position sees its own segment. `key` and
-    `value` share the stride `key_token`.
+    `token` `[ROWS]` is the position of a query row among the new ones; every position sees its own segment.
     """
     dim = tl.arange(0, PADDED_DIM)
     segment = token // BLOCK
@@ -83,9 +82,9 @@ def attend_segments(
         allowed = (allowed | (segment[:, None] == other[None, :])) & (index < tokens)[None, :] & in_rows[:, None]
         if tl.max(tl.max(allowed.to(tl.int32), axis=1), axis=0) > 0:
             load = (index < tokens)[:, None] & (dim < DIM)[None, :]
-            place = (index * key_token)[:, None] + dim[None, :]
-            k = tl.load(key + place, mask=load, other=0.0)
-            v = tl.load(value + place, mask=load, other=0.0)
+            far = index[:, None]
+            k = tl.load(key + far * key_token + dim[None, :], mask=load, other=0.0)
+            v = tl.load(value + far * value_token + dim[None, :], mask=load, other=0.0)
             row_max, row_sum, output = _attend(
                 query, k, v, allowed, row_max, row_sum, output, scale, UPCAST
             )

@@ -28,7 +28,8 @@ PROCESSORS = 132  # of an H100 or H200; other GPUs have between 80 and 150
 
 @triton.jit
 def _commit(
-    key, value, key_token, cache_key, cache_value, cache_key_token, cache_value_token, chosen, prefix, capacity,
+    key, value, key_token, value_token, cache_key, cache_value, cache_key_token, cache_value_token, chosen, prefix,
+    capacity,
     BLOCK: tl.constexpr, PADDED_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
     """Writes segment `chosen` of `key` and `value` behind the cached `prefix`; all are pointers of one key head.
@@ -39,9 +40,9 @@ def _commit(
     offset = tl.arange(0, PADDED_BLOCK)
     place = (prefix + offset).to(tl.int64)
     load = ((offset < BLOCK) & (place < capacity))[:, None] & (dim < DIM)
-    source = (chosen * BLOCK + offset).to(tl.int64)[:, None] * key_token + dim
-    k = tl.load(key + source, mask=load)
-    v = tl.load(value + source, mask=load)
+    source = (chosen * BLOCK + offset).to(tl.int64)[:, None]
+    k = tl.load(key + source * key_token + dim, mask=load)
+    v = tl.load(value + source * value_token + dim, mask=load)
     tl.debug_barrier()
     tl.store(cache_key + place[:, None] * cache_key_token + dim, k, mask=load)
     tl.store(cache_value + place[:, None] * cache_value_token + dim, v, mask=load)
@@ -64,6 +65,9 @@ def _attention_kernel(
     key_batch,
     key_head,
     key_token,
+    value_batch,
+    value_head,
+    value_token,
     cache_key_batch,
     cache_key_head,
     cache_value_batch,
@@ -117,7 +121,7 @@ def _attention_kernel(
     if UPCAST:
         q = q.to(tl.float32)
     key += batch * key_batch + kv_head * key_head
-    value += batch * key_batch + kv_head * key_head
+    value += batch * value_batch + kv_head * value_head
     cache_key += batch * cache_key_batch + kv_head * cache_key_head
     cache_value += batch * cache_value_batch + kv_head * cache_value_head
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
@@ -126,7 +130,7 @@ def _attention_kernel(
     if WHOLE or split == 0:
         bits = tl.load(visibility + batch * segments + token // BLOCK, mask=in_rows, other=0)
         row_max, row_sum, result = attend_segments(
-            q, key, value, bits, token, in_rows, tokens, row_max, row_sum, result, scale, key_token,
+            q, key, value, bits, token, in_rows, tokens, row_max, row_sum, result, scale, key_token, value_token,
             BLOCK, DIM, PADDED_DIM, OWN_KEYS, UPCAST,
         )  # fmt: skip
     if WHOLE or split > 0:
@@ -142,8 +146,8 @@ def _attention_kernel(
             chosen = tl.load(commit + batch)
             if chosen >= 0:
                 _commit(
-                    key, value, key_token, cache_key, cache_value, CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN, chosen, prefix,
-                    capacity, BLOCK, PADDED_BLOCK, DIM, PADDED_DIM,
+                    key, value, key_token, value_token, cache_key, cache_value, CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN,
+                    chosen, prefix, capacity, BLOCK, PADDED_BLOCK, DIM, PADDED_DIM,
                 )  # fmt: skip
     else:
         rows = tokens * GROUP
@@ -169,6 +173,9 @@ def _combine_kernel(
     key_batch,
     key_head,
     key_token,
+    value_batch,
+    value_head,
+    value_token,
     cache_key_batch,
     cache_key_head,
     cache_value_batch,
@@ -222,8 +229,9 @@ def _combine_kernel(
         if chosen >= 0:
             _commit(
                 key + batch * key_batch + kv_head * key_head,
-                value + batch * key_batch + kv_head * key_head,
+                value + batch * value_batch + kv_head * value_head,
                 key_token,
+                value_token,
                 cache_key + batch * cache_key_batch + kv_head * cache_key_head,
                 cache_value + batch * cache_value_batch + kv_head * cache_value_head,
                 CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN, chosen, prefix, capacity,
@@ -251,15 +259,17 @@ def packed_block_attention_triton(
     device = query.device
     group, segments = heads // kv_heads, tokens // block
     prefix = capacity if max_prefix_length is None else max_prefix_length
-    query_stride, key_stride = query.stride(), key.stride()
+    query_stride, key_stride, value_stride = query.stride(), key.stride(), value.stride()
     key_cache_stride, value_cache_stride = cache_key.stride(), cache_value.stride()
     if query_stride[3] != 1:
         query = query.contiguous()
         query_stride = query.stride()
-    if key_stride[3] != 1 or value.stride() != key_stride:
-        # Keys and values come from like projections or like caches: the kernels take one set of strides for both.
-        key, value = key.contiguous(), value.contiguous()
+    if key_stride[3] != 1:
+        key = key.contiguous()
         key_stride = key.stride()
+    if value_stride[3] != 1:
+        value = value.contiguous()
+        value_stride = value.stride()
     if key_cache_stride[3] != 1 or value_cache_stride[3] != 1:
         raise ValueError("cache_key and cache_value must be contiguous in their last dimension.")
     bits = visibility_bits(visibility) if visibility.dtype == torch.bool else visibility.contiguous()
@@ -290,6 +300,7 @@ def packed_block_attention_triton(
         partial,
         *query_stride[:3],
         *key_stride[:3],
+        *value_stride[:3],
         *key_cache_stride[:2],
         *value_cache_stride[:2],
         (dim**-0.5 if scaling is None else scaling) * LOG2_E,
@@ -326,6 +337,7 @@ def packed_block_attention_triton(
         cache_value,
         prefix_length if commit is None else commit,
         *key_stride[:3],
+        *value_stride[:3],
         *key_cache_stride[:2],
         *value_cache_stride[:2],
         capacity,

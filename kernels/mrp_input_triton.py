@@ -117,21 +117,41 @@ def _rotate_heads(
 
 
 @triton.jit
+def _copy_heads(
+    source, output, head_stride, output_head, heads, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr
+):
+    """One token's heads as they are, in head-major order."""
+    head = tl.arange(0, HEADS).to(tl.int64)[:, None]
+    dim = tl.arange(0, 2 * HALF)[None, :]
+    load = (head < heads) & (dim < DIM)
+    x = tl.load(source + head * head_stride + dim, mask=load)
+    tl.store(output + head * output_head + dim, x.to(output.dtype.element_ty), mask=load)
+
+
+@triton.jit
 def _qk_norm_rope_kernel(
     query,
     key,
+    value,
     query_norm,
     key_norm,
     cos,
     sin,
     query_out,
     key_out,
+    value_out,
     query_batch,
     query_token,
     query_head,
     key_batch,
     key_token,
     key_head,
+    value_batch,
+    value_token,
+    value_head,
+    out_batch,
+    out_head,
+    out_token,
     cos_batch,
     cos_token,
     eps,
@@ -142,22 +162,31 @@ def _qk_norm_rope_kernel(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program for a token's query heads and one for its key heads, so that neither waits for the other's loads."""
+    """A program each for a token's query heads, key heads and, where there is a third, value heads.
+
+    So none waits for what another loads.
+    """
+    part = tl.program_id(2)
     batch = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     cos += batch * cos_batch + token * cos_token
     sin += batch * cos_batch + token * cos_token
-    head_size = tl.num_programs(0).to(tl.int64) * DIM
-    if tl.program_id(2) == 0:
+    place = batch * out_batch + token * out_token
+    if part == 0:
+        head_size = tl.num_programs(0).to(tl.int64) * DIM
         _rotate_heads(
             query + batch * query_batch + token * query_token, query_norm, cos, sin,
             query_out + batch * HEADS * head_size + token * DIM, query_head, head_size, HEADS, eps,
             PADDED_HEADS, DIM, HALF,
         )  # fmt: skip
-    else:
+    elif part == 1:
         _rotate_heads(
             key + batch * key_batch + token * key_token, key_norm, cos, sin,
-            key_out + batch * KV_HEADS * head_size + token * DIM, key_head, head_size, KV_HEADS, eps,
+            key_out + place, key_head, out_head, KV_HEADS, eps, PADDED_KV_HEADS, DIM, HALF,
+        )  # fmt: skip
+    else:
+        _copy_heads(
+            value + batch * value_batch + token * value_token, value_out + place, value_head, out_head, KV_HEADS,
             PADDED_KV_HEADS, DIM, HALF,
         )  # fmt: skip
 
@@ -233,6 +262,8 @@ def qk_norm_rope_triton(
     sin: Tensor,
     *,
     eps: float = 1e-6,
+    value: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `mrp_input.qk_norm_rope`."""
     batch, tokens, heads, dim = query.shape
@@ -246,21 +277,32 @@ def qk_norm_rope_triton(
         cos, sin = cos.contiguous(), sin.contiguous()
         cos_stride = cos.stride()
     query_out = torch.empty(batch, heads, tokens, dim, device=query.device, dtype=query.dtype)
-    key_out = torch.empty(batch, kv_heads, tokens, dim, device=key.device, dtype=key.dtype)
+    if out is None:
+        key_out = value_out = torch.empty(batch, kv_heads, tokens, dim, device=key.device, dtype=key.dtype)
+    else:
+        key_out, value_out = out
+    if value is None:
+        value = key
+    elif value.stride(3) != 1:
+        value = value.contiguous()
     if batch * heads * tokens * dim == 0:
         return query_out, key_out
     # Constants go by position: a name costs 0.1 us, and there is a call for every layer.
-    _qk_norm_rope_kernel[(tokens, batch, 2)](
+    _qk_norm_rope_kernel[(tokens, batch, 2 if out is None else 3)](
         query,
         key,
+        value,
         query_norm.contiguous(),
         key_norm.contiguous(),
         cos,
         sin,
         query_out,
         key_out,
+        value_out,
         *query.stride()[:3],
         *key.stride()[:3],
+        *value.stride()[:3],
+        *key_out.stride()[:3],
         cos_stride[0] if cos.shape[0] > 1 else 0,
         cos_stride[1],
         eps,

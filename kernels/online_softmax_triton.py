@@ -12,9 +12,7 @@ except ImportError as error:
 
 
 @triton.jit
-def _attend(
-    query, key, value, allowed, row_max, row_sum, output, scale, UPCAST: tl.constexpr
-):
+def _attend(query, key, value, allowed, row_max, row_sum, output, scale, UPCAST: tl.constexpr):
     """One step with `query [M, D]`, `key [N, D]`, `value [N, D]`; `scale` takes scores to powers of two."""
     if UPCAST:
         key = key.to(tl.float32)
@@ -54,9 +52,7 @@ def attend_cached(
         value = cache_value + position * VALUE_TOKEN + (lane * VALUE_TOKEN)[:, None] + dim[None, :]
         k = tl.load(key, mask=load, other=0.0)
         v = tl.load(value, mask=load, other=0.0)
-        row_max, row_sum, output = _attend(
-            query, k, v, inside[None, :], row_max, row_sum, output, scale, UPCAST
-        )
+        row_max, row_sum, output = _attend(query, k, v, inside[None, :], row_max, row_sum, output, scale, UPCAST)
     return row_max, row_sum, output
 
 
@@ -85,7 +81,5 @@ def attend_segments(
             far = index[:, None]
             k = tl.load(key + far * key_token + dim[None, :], mask=load, other=0.0)
             v = tl.load(value + far * value_token + dim[None, :], mask=load, other=0.0)
-            row_max, row_sum, output = _attend(
-                query, k, v, allowed, row_max, row_sum, output, scale, UPCAST
-            )
+            row_max, row_sum, output = _attend(query, k, v, allowed, row_max, row_sum, output, scale, UPCAST)
     return row_max, row_sum, output

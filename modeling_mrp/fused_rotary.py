@@ -1,4 +1,4 @@
-"""q/k norm and rotary embedding of a packed forward by one kernel, where a layer's norms lie open to it."""
+"""q/k norm, rotary embedding and the write to the cache by one kernel of a packed forward, if the norms lie open."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def _open(norm: nn.Module, hidden: Tensor) -> bool:
 
 
 class _Fused:
-    """`forward` of transformers' attention; in a packed forward, with norms and rotation in one kernel."""
+    """`forward` of transformers' attention; in a packed forward, all between projections and attention in a kernel."""
 
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
@@ -53,18 +53,22 @@ class _Fused:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)  # type: ignore[misc]
         leading = hidden_states.shape[:-1]
         heads = (*leading, -1, self.head_dim)
-        query, key = qk_norm_rope(
+        key = self.k_proj(hidden_states).view(heads)
+        new_key, new_value = layout.cache.place(key.transpose(1, 2), self.layer_idx)
+        query, _ = qk_norm_rope(
             self.q_proj(hidden_states).view(heads),
-            self.k_proj(hidden_states).view(heads),
+            key,
             self.q_norm.weight,
             self.k_norm.weight,
             *position_embeddings,
             eps=self.q_norm.variance_epsilon,
+            value=self.v_proj(hidden_states).view(heads),
+            out=(new_key, new_value),
             kernels=layout.kernels,
         )
-        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        key, value = layout.cache.update(key, value, self.layer_idx)
-        mixed, _ = mrp_packed_attention(self, query, key, value, None, packed_layout=layout, scaling=self.scaling)
+        mixed, _ = mrp_packed_attention(
+            self, query, new_key, new_value, None, packed_layout=layout, scaling=self.scaling
+        )
         return self.o_proj(mixed.reshape(*leading, -1)), None
 
 

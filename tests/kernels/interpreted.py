@@ -333,6 +333,27 @@ def test_qk_norm_rope(dtype, heads, kv_heads, dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 16), (6, 3, 80), (2, 2, 128)])
+def test_qk_norm_rope_writes_keys_and_values_into_a_cache(dtype, heads, kv_heads, dim):
+    """Only where they belong: the rest of the cache keeps its bits, and rotation is as without a cache."""
+    draw = lambda *shape: torch.randn(*shape).to(dtype)  # noqa: E731
+    key, value = (inside_nan(draw(2, 7, kv_heads, dim)) for _ in range(2))
+    arguments = [inside_nan(draw(2, 7, heads, dim)), key, draw(dim), draw(dim), *draw(2, 1, 7, dim).clamp(-1, 1)]
+    plain = qk_norm_rope(*arguments, kernels="triton")
+    for kernels in ("torch", "triton"):
+        caches = torch.full((2, 3, kv_heads, 20, dim), -7.0, dtype=dtype)
+        keys, values = caches[:, :2, :, 9:16]
+        query_out, key_out = qk_norm_rope(*arguments, value=value, out=(keys, values), kernels=kernels)
+        assert key_out.data_ptr() == keys.data_ptr()
+        assert torch.equal(values, value.transpose(1, 2))
+        for found, expected in zip((query_out, keys), plain, strict=True):
+            tolerance = 0 if kernels == "triton" else 3 * TOLERANCE[dtype]
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        caches[:, :2, :, 9:16] = -7.0
+        assert caches.eq(-7.0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "chunk"), [(1003, None), (5000, 2)])
 def test_loss(dtype, vocab, chunk):
     generator = torch.Generator().manual_seed(vocab)

@@ -108,7 +108,7 @@ def _specialise(function: JITFunction, args: tuple, kwargs: dict) -> Launch:
     launch = Launch(function, {}, {}, {}, options)
     for at, parameter in enumerate(function.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or (type(value) is int and value == 1):
+        if parameter.is_constexpr or (type(value) is int and value == 1 and not parameter.do_not_specialize):
             launch.signature[parameter.name] = "constexpr"
             launch.constants[parameter.name] = value
             continue
@@ -121,7 +121,7 @@ def _specialise(function: JITFunction, args: tuple, kwargs: dict) -> Launch:
         else:
             launch.signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             aligned = value % 16 == 0
-        if aligned:
+        if aligned and not parameter.do_not_specialize:
             launch.attributes[(at,)] = [["tt.divisibility", 16]]
     return launch
 

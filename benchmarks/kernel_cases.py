@@ -39,7 +39,7 @@ MODELS = (
 MASK_TOKEN = 151669
 BLOCK = 16
 # batch, segments, prefix
-ATTENTION_SHAPES = ((1, 1, 4096), (1, 4, 512), (1, 4, 4096), (1, 16, 4096), (16, 4, 4096))
+ATTENTION_SHAPES = ((1, 1, 512), (1, 1, 4096), (1, 4, 512), (1, 4, 4096), (1, 16, 4096), (16, 1, 1024), (16, 4, 4096))
 HEADLINE_ATTENTION = f"4B, batch 1, 4 x {BLOCK} on 4096"
 LOSS_TOKENS = 4096
 SHORTLIST = 64
@@ -114,7 +114,7 @@ def statistics_cases(dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
 def attention_arguments(
     model: Model, batch: int, segments: int, prefix: int, device: torch.device
 ) -> tuple[tuple, dict]:
-    """A chain of segments: each sees the earlier ones of its row."""
+    """A chain of segments: each sees the earlier ones of its row. One that is alone is committed too."""
     tokens, dim = segments * BLOCK, model.head_dim
     query = random(batch, tokens, model.heads, dim, device=device).transpose(1, 2)
     key, value = (random(batch, tokens, model.kv_heads, dim, device=device).transpose(1, 2) for _ in range(2))
@@ -128,7 +128,7 @@ def attention_arguments(
         "prefix_length": torch.full((batch,), prefix, device=device),
         "visibility": mrp_kernels.visibility_bits(chain),
         "block": BLOCK,
-        "commit": torch.zeros(batch, device=device, dtype=torch.int64),
+        "commit": torch.zeros(batch, device=device, dtype=torch.int64) if segments == 1 else None,
         "max_prefix_length": prefix,
     }
     return (query, key, value), options

@@ -30,7 +30,7 @@ def resolve_kernels(choice: str, device: torch.device | str) -> str:
         raise ValueError(f"kernels={choice!r} is unknown; use one of {', '.join(map(repr, CHOICES))}.")
     if choice == "torch":
         return "torch"
-    kind = torch.device(device).type
+    kind = device.type if isinstance(device, torch.device) else torch.device(device).type
     if choice == "auto":
         return "triton" if kind == "cuda" and triton_is_available() else "torch"
     if not triton_is_available():

@@ -36,6 +36,8 @@ def qk_norm_rope_torch(
     sin: Tensor,
     *,
     eps: float = 1e-6,
+    value: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `mrp_input.qk_norm_rope`."""
     cos, sin = cos[:, None], sin[:, None]
@@ -44,4 +46,7 @@ def qk_norm_rope_torch(
         x = rms_norm(x, weight, eps).transpose(1, 2)
         first, second = x.chunk(2, dim=-1)
         rotated.append(x * cos + torch.cat((-second, first), dim=-1) * sin)
-    return rotated[0], rotated[1]
+    if value is None or out is None:
+        return rotated[0], rotated[1]
+    out[1].copy_(value.transpose(1, 2))
+    return rotated[0], out[0].copy_(rotated[1])

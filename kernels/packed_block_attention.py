@@ -38,7 +38,7 @@ def packed_block_attention(
         visibility: `[batch, segments, segments]` bool, or the same as bits, `[batch, segments]` int64 (bit j of entry
             s: s may see j; `visibility_bits` makes them, once for all layers). A segment always sees itself.
         block: positions in a segment.
-        scaling: factor of the scores; `dim ** -0.5` by default.
+        scaling: positive factor of the scores; `dim ** -0.5` by default.
         commit: `[batch]` int64, the segment whose key and value are written into the row's cache at
             `[prefix_length[b] : prefix_length[b] + block]`, -1 for none. The caller sees to the capacity: what lies
             beyond is not written. Reading is not affected: the cache counts as it was before.
@@ -50,27 +50,28 @@ def packed_block_attention(
         functions return.
 
     Raises:
-        ValueError: shapes that do not fit together, or more than 64 segments.
+        ValueError: shapes that do not fit together, more than 64 segments, or a scaling that is not positive.
     """
-    _validate(query, key, value, cache_key, cache_value, prefix_length, visibility, block, commit, max_prefix_length)
+    _validate(
+        query, key, value, cache_key, cache_value, prefix_length, visibility, block, scaling, commit, max_prefix_length
+    )
     if resolve_kernels(kernels, query.device) == "triton":
         from .packed_block_attention_triton import packed_block_attention_triton as implementation
     else:
         implementation = packed_block_attention_torch
-    with torch.no_grad():
-        return implementation(
-            query,
-            key,
-            value,
-            cache_key=cache_key,
-            cache_value=cache_value,
-            prefix_length=prefix_length,
-            visibility=visibility,
-            block=block,
-            scaling=scaling,
-            commit=commit,
-            max_prefix_length=max_prefix_length,
-        )
+    return implementation(
+        query,
+        key,
+        value,
+        cache_key=cache_key,
+        cache_value=cache_value,
+        prefix_length=prefix_length,
+        visibility=visibility,
+        block=block,
+        scaling=scaling,
+        commit=commit,
+        max_prefix_length=max_prefix_length,
+    )
 
 
 def _validate(
@@ -82,6 +83,7 @@ def _validate(
     prefix_length: Tensor,
     visibility: Tensor,
     block: int,
+    scaling: float | None,
     commit: Tensor | None,
     max_prefix_length: int | None,
 ) -> None:
@@ -99,23 +101,38 @@ def _validate(
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads evenly.")
     capacity = cache_key.shape[2]
-    expected = {
-        "key": (key, (batch, kv_heads, tokens, dim)),
-        "value": (value, (batch, kv_heads, tokens, dim)),
-        "cache_key": (cache_key, (batch, kv_heads, capacity, dim)),
-        "cache_value": (cache_value, (batch, kv_heads, capacity, dim)),
-        "prefix_length": (prefix_length, (batch,)),
-    }
-    if commit is not None:
-        expected["commit"] = (commit, (batch,))
-    if visibility.dtype == torch.bool:
-        expected["visibility"] = (visibility, (batch, segments, segments))
-    elif visibility.dtype == torch.int64:
-        expected["visibility"] = (visibility, (batch, segments))
-    else:
+    bits = visibility.dtype == torch.int64
+    if not bits and visibility.dtype != torch.bool:
         raise ValueError(f"visibility must be bool or int64 bits, not {visibility.dtype}.")
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} {list(tensor.shape)} must have the shape {list(shape)}.")
+    new, cached, rows = (batch, kv_heads, tokens, dim), (batch, kv_heads, capacity, dim), (batch,)
+    seen = (batch, segments) if bits else (batch, segments, segments)
+    if not (
+        key.shape == new
+        and value.shape == new
+        and cache_key.shape == cached
+        and cache_value.shape == cached
+        and prefix_length.shape == rows
+        and (commit is None or commit.shape == rows)
+        and visibility.shape == seen
+    ):
+        raise ValueError(
+            _misfit(
+                ("key", key, new),
+                ("value", value, new),
+                ("cache_key", cache_key, cached),
+                ("cache_value", cache_value, cached),
+                ("prefix_length", prefix_length, rows),
+                ("commit", prefix_length if commit is None else commit, rows),
+                ("visibility", visibility, seen),
+            )
+        )
+    if scaling is not None and not scaling > 0:
+        raise ValueError(f"scaling={scaling} must be positive.")
     if max_prefix_length is not None and not 0 <= max_prefix_length <= capacity:
         raise ValueError(f"max_prefix_length={max_prefix_length} must be between 0 and the capacity {capacity}.")
+
+
+def _misfit(*expected: tuple[str, Tensor, tuple[int, ...]]) -> str:
+    """What the first tensor with another shape than expected is told; a call that fits never builds it."""
+    name, tensor, shape = next(entry for entry in expected if entry[1].shape != entry[2])
+    return f"{name} {list(tensor.shape)} must have the shape {list(shape)}."

@@ -23,6 +23,7 @@ def visibility_matrix(bits: Tensor) -> Tensor:
     return ((bits[..., None] >> order) & 1).bool() | (order[:, None] == order)
 
 
+@torch.no_grad()
 def packed_block_attention_torch(
     query: Tensor,
     key: Tensor,

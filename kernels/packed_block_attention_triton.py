@@ -1,16 +1,20 @@
-"""Triton kernels of `packed_block_attention`: split over the prefix (flash decoding), then a combine.
+"""Triton kernels of `packed_block_attention`: one launch, or split over the prefix (flash decoding) and combined.
 
 A program holds up to 128 query rows of one key head: all segments and all query heads that share the key head are rows
 of one matrix product, so the prefix is read from memory once (row tiles beyond the first find it in the L2 cache).
-Split 0 is the new segments, split 1 + i the i-th chunk of the prefix. The commit is the combine's: every program that
-reads the cache has ended by then.
+Either it walks the new segments and the whole prefix and writes the result, or, where that would leave most of the
+machine idle, split 0 is the new segments, split 1 + i the i-th chunk of the prefix, and a second kernel combines them.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .kernel_dispatch import compute_capability
+from .online_softmax_triton import attend_cached, attend_segments
 from .packed_block_attention_torch import visibility_bits
+from .tile_arithmetic import cdiv, next_power_of_2
 
 try:  # transformers' check of remote code tolerates a missing package only in a try block
     import triton
@@ -19,29 +23,33 @@ except ImportError as error:
     raise ImportError('kernels="triton" needs the package triton.') from error
 
 LOG2_E = 1.4426950408889634
+PROCESSORS = 132  # of an H100 or H200; other GPUs have between 80 and 150
 
 
 @triton.jit
-def _attend(
-    query, key, value, allowed, row_max, row_sum, output, scale, UPCAST: tl.constexpr, PRECISION: tl.constexpr
-):
-    """One online-softmax step with `query [M, D]`, `key [N, D]`, `value [N, D]`; scores in powers of two."""
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-    scores = tl.where(allowed, scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    # Rows that have seen nothing yet keep -inf as their maximum; 0 in its place makes their weights 0, not NaN.
-    safe_max = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = tl.exp2(scores - safe_max[:, None])
-    decay = tl.exp2(row_max - safe_max)
-    row_sum = row_sum * decay + tl.sum(weights, axis=1)
-    if not UPCAST:
-        weights = weights.to(value.dtype)
-    output = tl.dot(weights, value, acc=output * decay[:, None], input_precision=PRECISION)
-    return new_max, row_sum, output
+def _commit(
+    key, value, key_token, value_token, cache_key, cache_value, cache_key_token, cache_value_token, chosen, prefix,
+    capacity,
+    BLOCK: tl.constexpr, PADDED_BLOCK: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+):  # fmt: skip
+    """Writes segment `chosen` of `key` and `value` behind the cached `prefix`; all are pointers of one key head.
+
+    Segments may be views of the cache that overlap the place they go to, so nothing is written before all is read.
+    """
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    offset = tl.arange(0, PADDED_BLOCK)
+    place = (prefix + offset).to(tl.int64)
+    load = ((offset < BLOCK) & (place < capacity))[:, None] & (dim < DIM)
+    source = (chosen * BLOCK + offset).to(tl.int64)[:, None]
+    k = tl.load(key + source * key_token + dim, mask=load)
+    v = tl.load(value + source * value_token + dim, mask=load)
+    tl.debug_barrier()
+    tl.store(cache_key + place[:, None] * cache_key_token + dim, k, mask=load)
+    tl.store(cache_value + place[:, None] * cache_value_token + dim, v, mask=load)
 
 
 @triton.jit
-def _split_kernel(
+def _attention_kernel(
     query,
     key,
     value,
@@ -49,9 +57,8 @@ def _split_kernel(
     cache_value,
     prefix_length,
     visibility,
-    partial_output,
-    partial_max,
-    partial_sum,
+    commit,
+    output,
     query_batch,
     query_head,
     query_token,
@@ -63,25 +70,28 @@ def _split_kernel(
     value_token,
     cache_key_batch,
     cache_key_head,
-    cache_key_token,
     cache_value_batch,
     cache_value_head,
-    cache_value_token,
     scale,
+    capacity,
     kv_heads,
     segments,
-    splits,
     CHUNK: tl.constexpr,
+    CACHE_KEY_TOKEN: tl.constexpr,
+    CACHE_VALUE_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    PADDED_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     OWN_KEYS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    COMMIT: tl.constexpr,
     UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
+    """`output` is the result if `WHOLE`, else the splits' partial results, see `_partial_places`."""
     pair = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
@@ -89,81 +99,70 @@ def _split_kernel(
     kv_head = (pair % kv_heads).to(tl.int64)
     prefix = tl.load(prefix_length + batch).to(tl.int32)
     tokens = segments * BLOCK
-    start = (split - 1) * CHUNK
-    if split > 0 and start >= prefix:
-        return
+    start = 0
+    stop = prefix
+    if not WHOLE:
+        start = (split - 1) * CHUNK
+        stop = tl.minimum(start + CHUNK, prefix)
+        if split > 0 and start >= prefix:
+            return
 
     dim = tl.arange(0, PADDED_DIM)
     row = tile * ROWS + tl.arange(0, ROWS)
     token = row // GROUP
     in_rows = token < tokens
     head = kv_head * GROUP + row % GROUP
+    in_query = in_rows[:, None] & (dim < DIM)[None, :]
     q = tl.load(
         query + batch * query_batch + (head * query_head + token * query_token)[:, None] + dim[None, :],
-        mask=in_rows[:, None] & (dim < DIM)[None, :],
+        mask=in_query,
         other=0.0,
     )
     if UPCAST:
         q = q.to(tl.float32)
+    key += batch * key_batch + kv_head * key_head
+    value += batch * value_batch + kv_head * value_head
+    cache_key += batch * cache_key_batch + kv_head * cache_key_head
+    cache_value += batch * cache_value_batch + kv_head * cache_value_head
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    if split > 0:
-        cache_key += batch * cache_key_batch + kv_head * cache_key_head
-        cache_value += batch * cache_value_batch + kv_head * cache_value_head
-        stop = tl.minimum(start + CHUNK, prefix)
-        for position in range(start, stop, KEYS):
-            index = position + tl.arange(0, KEYS)
-            inside = index < stop
-            load = inside[:, None] & (dim < DIM)[None, :]
-            far = index[:, None]
-            k = tl.load(cache_key + far * cache_key_token + dim[None, :], mask=load, other=0.0)
-            v = tl.load(cache_value + far * cache_value_token + dim[None, :], mask=load, other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            row_max, row_sum, output = _attend(
-                q, k, v, inside[None, :], row_max, row_sum, output, scale, UPCAST, PRECISION
-            )
+    result = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    if WHOLE or split == 0:
+        bits = tl.load(visibility + batch * segments + token // BLOCK, mask=in_rows, other=0)
+        row_max, row_sum, result = attend_segments(
+            q, key, value, bits, token, in_rows, tokens, row_max, row_sum, result, scale, key_token, value_token,
+            BLOCK, DIM, PADDED_DIM, OWN_KEYS, UPCAST,
+        )  # fmt: skip
+    if WHOLE or split > 0:
+        row_max, row_sum, result = attend_cached(
+            q, cache_key, cache_value, start, stop, row_max, row_sum, result, scale,
+            CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN, DIM, PADDED_DIM, KEYS, UPCAST,
+        )  # fmt: skip
+
+    if WHOLE:
+        place = ((batch * tokens + token) * kv_heads * GROUP + head)[:, None] * DIM + dim[None, :]
+        tl.store(output + place, (result / row_sum[:, None]).to(output.dtype.element_ty), mask=in_query)
+        if COMMIT:
+            chosen = tl.load(commit + batch)
+            if chosen >= 0:
+                _commit(
+                    key, value, key_token, value_token, cache_key, cache_value, CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN,
+                    chosen, prefix, capacity, BLOCK, PADDED_BLOCK, DIM, PADDED_DIM,
+                )  # fmt: skip
     else:
-        key += batch * key_batch + kv_head * key_head
-        value += batch * value_batch + kv_head * value_head
-        segment = token // BLOCK
-        bits = tl.load(visibility + batch * segments + segment, mask=in_rows, other=0)
-        for position in range(0, tokens, OWN_KEYS):
-            index = position + tl.arange(0, OWN_KEYS)
-            # At most 32 keys belong to at most 32 segments: from the first of them on, 32 bits of the 64 suffice.
-            first = position // BLOCK
-            near = (bits >> first).to(tl.int32)
-            other = index // BLOCK
-            allowed = ((near[:, None] >> (other - first)[None, :]) & 1) != 0
-            allowed = (allowed | (segment[:, None] == other[None, :])) & (index < tokens)[None, :] & in_rows[:, None]
-            if tl.max(tl.max(allowed.to(tl.int32), axis=1), axis=0) > 0:
-                load = (index < tokens)[:, None] & (dim < DIM)[None, :]
-                far = index[:, None]
-                k = tl.load(key + far * key_token + dim[None, :], mask=load, other=0.0)
-                v = tl.load(value + far * value_token + dim[None, :], mask=load, other=0.0)
-                if UPCAST:
-                    k = k.to(tl.float32)
-                    v = v.to(tl.float32)
-                row_max, row_sum, output = _attend(
-                    q, k, v, allowed, row_max, row_sum, output, scale, UPCAST, PRECISION
-                )
-
-    # Laid out [batch * kv_heads, splits, rows of the key head, dim].
-    place = (pair.to(tl.int64) * splits + split) * (tokens * GROUP) + row
-    tl.store(partial_max + place, row_max, mask=in_rows)
-    tl.store(partial_sum + place, row_sum, mask=in_rows)
-    tl.store(
-        partial_output + place[:, None] * DIM + dim[None, :], output, mask=in_rows[:, None] & (dim < DIM)[None, :]
-    )
+        rows = tokens * GROUP
+        splits = tl.num_programs(2)
+        place = (pair.to(tl.int64) * splits + split) * rows + row
+        sums = tl.num_programs(0).to(tl.int64) * splits * rows
+        maxima = output + sums * DIM
+        tl.store(maxima + place, row_max * scale, mask=in_rows)
+        tl.store(maxima + sums + place, row_sum, mask=in_rows)
+        tl.store(output + place[:, None] * DIM + dim[None, :], result, mask=in_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial_output,
-    partial_max,
-    partial_sum,
+    partial,
     prefix_length,
     output,
     key,
@@ -179,15 +178,15 @@ def _combine_kernel(
     value_token,
     cache_key_batch,
     cache_key_head,
-    cache_key_token,
     cache_value_batch,
     cache_value_head,
-    cache_value_token,
     capacity,
     kv_heads,
     tokens,
     splits,
     CHUNK: tl.constexpr,
+    CACHE_KEY_TOKEN: tl.constexpr,
+    CACHE_VALUE_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -198,24 +197,27 @@ def _combine_kernel(
 ):
     pair = tl.program_id(0)
     batch = (pair // kv_heads).to(tl.int64)
-    kv_head = pair % kv_heads
+    kv_head = (pair % kv_heads).to(tl.int64)
+    rows = tokens * GROUP
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    in_rows = row < tokens * GROUP
+    in_rows = row < rows
     dim = tl.arange(0, PADDED_DIM)
     load = in_rows[:, None] & (dim < DIM)[None, :]
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    sums = tl.num_programs(0).to(tl.int64) * splits * rows
+    maxima = partial + sums * DIM
     prefix = tl.load(prefix_length + batch).to(tl.int32)
     used = 1 + tl.cdiv(prefix, CHUNK)
     for split in range(0, tl.minimum(used, splits)):
-        place = (pair.to(tl.int64) * splits + split) * (tokens * GROUP) + row
-        split_max = tl.load(partial_max + place, mask=in_rows, other=0.0)
+        place = (pair.to(tl.int64) * splits + split) * rows + row
+        split_max = tl.load(maxima + place, mask=in_rows, other=0.0)
         new_max = tl.maximum(row_max, split_max)
         # Split 0 comes first and every row sees its own segment there, so no maximum is -inf from here on.
         old, new = tl.exp2(row_max - new_max), tl.exp2(split_max - new_max)
-        row_sum = row_sum * old + tl.load(partial_sum + place, mask=in_rows, other=1.0) * new
-        part = tl.load(partial_output + place[:, None] * DIM + dim[None, :], mask=load, other=0.0)
+        row_sum = row_sum * old + tl.load(maxima + sums + place, mask=in_rows, other=1.0) * new
+        part = tl.load(partial + place[:, None] * DIM + dim[None, :], mask=load, other=0.0)
         result = result * old[:, None] + part * new[:, None]
         row_max = new_max
     head = kv_head * GROUP + row % GROUP
@@ -225,18 +227,16 @@ def _combine_kernel(
     if COMMIT and tl.program_id(1) == 0:
         chosen = tl.load(commit + batch)
         if chosen >= 0:
-            offset = tl.arange(0, PADDED_BLOCK)
-            place = (prefix + offset).to(tl.int64)
-            load = ((offset < BLOCK) & (place < capacity))[:, None] & (dim < DIM)[None, :]
-            source = (chosen * BLOCK + offset).to(tl.int64)[:, None]
-            cache_key += batch * cache_key_batch + kv_head.to(tl.int64) * cache_key_head
-            cache_value += batch * cache_value_batch + kv_head.to(tl.int64) * cache_value_head
-            key += batch * key_batch + kv_head.to(tl.int64) * key_head
-            value += batch * value_batch + kv_head.to(tl.int64) * value_head
-            k = tl.load(key + source * key_token + dim[None, :], mask=load)
-            tl.store(cache_key + place[:, None] * cache_key_token + dim[None, :], k, mask=load)
-            v = tl.load(value + source * value_token + dim[None, :], mask=load)
-            tl.store(cache_value + place[:, None] * cache_value_token + dim[None, :], v, mask=load)
+            _commit(
+                key + batch * key_batch + kv_head * key_head,
+                value + batch * value_batch + kv_head * value_head,
+                key_token,
+                value_token,
+                cache_key + batch * cache_key_batch + kv_head * cache_key_head,
+                cache_value + batch * cache_value_batch + kv_head * cache_value_head,
+                CACHE_KEY_TOKEN, CACHE_VALUE_TOKEN, chosen, prefix, capacity,
+                BLOCK, PADDED_BLOCK, DIM, PADDED_DIM,
+            )  # fmt: skip
 
 
 def packed_block_attention_triton(
@@ -255,90 +255,111 @@ def packed_block_attention_triton(
 ) -> Tensor:
     """See `packed_block_attention.packed_block_attention`."""
     batch, heads, tokens, dim = query.shape
-    kv_heads, capacity = cache_key.shape[1:3]
+    _, kv_heads, capacity, _ = cache_key.shape
+    device = query.device
     group, segments = heads // kv_heads, tokens // block
     prefix = capacity if max_prefix_length is None else max_prefix_length
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    if cache_key.stride(3) != 1 or cache_value.stride(3) != 1:
+    query_stride, key_stride, value_stride = query.stride(), key.stride(), value.stride()
+    key_cache_stride, value_cache_stride = cache_key.stride(), cache_value.stride()
+    if query_stride[3] != 1:
+        query = query.contiguous()
+        query_stride = query.stride()
+    if key_stride[3] != 1:
+        key = key.contiguous()
+        key_stride = key.stride()
+    if value_stride[3] != 1:
+        value = value.contiguous()
+        value_stride = value.stride()
+    if key_cache_stride[3] != 1 or value_cache_stride[3] != 1:
         raise ValueError("cache_key and cache_value must be contiguous in their last dimension.")
-    bits = visibility_bits(visibility) if visibility.dtype == torch.bool else visibility
-    output = torch.empty(batch, tokens, heads, dim, device=query.device, dtype=query.dtype)
-    if output.numel() == 0:
+    bits = visibility_bits(visibility) if visibility.dtype == torch.bool else visibility.contiguous()
+    output = torch.empty(batch, tokens, heads, dim, device=device, dtype=query.dtype)
+    pairs = batch * kv_heads
+    if pairs * tokens * dim == 0:
         return output
-    rows, keys, own_keys, warps, stages = tile_sizes(group * tokens, query.dtype, compute_capability(query.device))
-    tiles = triton.cdiv(group * tokens, rows)
-    chunk = chunk_size(batch * kv_heads * tiles, prefix)
-    splits = 1 + triton.cdiv(prefix, chunk)
-    place = (batch * kv_heads, splits, group * tokens)
-    partial_output = torch.empty(*place, dim, device=query.device, dtype=torch.float32)
-    partial_max, partial_sum = torch.empty(2, *place, device=query.device, dtype=torch.float32)
-    padded_dim = max(16, triton.next_power_of_2(dim))
-    _split_kernel[(batch * kv_heads, tiles, splits)](
+    rows, keys, own_keys, warps, stages = tile_sizes(group * tokens, query.dtype, compute_capability(device))
+    tiles = cdiv(group * tokens, rows)
+    chunk = chunk_size(pairs * tiles, prefix)
+    # Segments may be views of the cache that a commit writes into: where other programs still read them, it waits.
+    whole = (commit is None or tiles == 1) and one_launch(pairs * tiles, prefix, chunk)
+    splits = 1 if whole else 1 + cdiv(prefix, chunk)
+    partial = output
+    if not whole:
+        partial = torch.empty(pairs * splits * group * tokens * (dim + 2), device=device, dtype=torch.float32)
+    padded_dim, padded_block = max(16, next_power_of_2(dim)), next_power_of_2(block)
+    # Constants go by position: a name costs 0.1 us, and there is a call for every layer.
+    _attention_kernel[(pairs, tiles, splits)](
         query,
         key,
         value,
         cache_key,
         cache_value,
         prefix_length,
-        bits.contiguous(),
-        partial_output,
-        partial_max,
-        partial_sum,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *cache_key.stride()[:3],
-        *cache_value.stride()[:3],
+        bits,
+        prefix_length if commit is None else commit,
+        partial,
+        *query_stride[:3],
+        *key_stride[:3],
+        *value_stride[:3],
+        *key_cache_stride[:2],
+        *value_cache_stride[:2],
         (dim**-0.5 if scaling is None else scaling) * LOG2_E,
+        capacity,
         kv_heads,
         segments,
-        splits,
-        CHUNK=chunk,
-        GROUP=group,
-        BLOCK=block,
-        DIM=dim,
-        PADDED_DIM=padded_dim,
-        ROWS=rows,
-        KEYS=keys,
-        OWN_KEYS=own_keys,
-        UPCAST=_upcast(query),
-        PRECISION="ieee",
+        0 if whole else chunk,
+        key_cache_stride[2],
+        value_cache_stride[2],
+        group,
+        block,
+        dim,
+        padded_dim,
+        padded_block,
+        rows,
+        keys,
+        own_keys,
+        whole,
+        commit is not None,
+        _upcast(query),
         num_warps=warps,
         num_stages=stages,
     )
+    if whole:
+        return output
     combined_rows = 16
-    _combine_kernel[(batch * kv_heads, triton.cdiv(group * tokens, combined_rows))](
-        partial_output,
-        partial_max,
-        partial_sum,
+    _combine_kernel[(pairs, cdiv(group * tokens, combined_rows))](
+        partial,
         prefix_length,
         output,
         key,
         value,
         cache_key,
         cache_value,
-        commit if commit is not None else prefix_length,
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *cache_key.stride()[:3],
-        *cache_value.stride()[:3],
+        prefix_length if commit is None else commit,
+        *key_stride[:3],
+        *value_stride[:3],
+        *key_cache_stride[:2],
+        *value_cache_stride[:2],
         capacity,
         kv_heads,
         tokens,
         splits,
-        CHUNK=chunk,
-        GROUP=group,
-        BLOCK=block,
-        DIM=dim,
-        PADDED_DIM=padded_dim,
-        PADDED_BLOCK=triton.next_power_of_2(block),
-        ROWS=combined_rows,
-        COMMIT=commit is not None,
+        chunk,
+        key_cache_stride[2],
+        value_cache_stride[2],
+        group,
+        block,
+        dim,
+        padded_dim,
+        padded_block,
+        combined_rows,
+        commit is not None,
         num_warps=4,
     )
     return output
 
 
+@lru_cache  # the same for all layers of a forward
 def tile_sizes(rows: int, dtype: torch.dtype, capability: int) -> tuple[int, int, int, int, int]:
     """Query rows, prefix keys and new keys per product, warps and pipeline stages: the largest that spill nothing.
 
@@ -346,11 +367,12 @@ def tile_sizes(rows: int, dtype: torch.dtype, capability: int) -> tuple[int, int
     """
     if dtype == torch.float32:
         return 16, 32, 16, 8, 1
-    tile = min(128, max(16, triton.next_power_of_2(rows)))
+    tile = min(128, max(16, next_power_of_2(rows)))
     keys, own_keys = (64, 32) if capability >= 90 else (32, 16)
-    return tile, keys, own_keys, 8 if tile == 128 else 4, 2
+    return tile, keys, own_keys, 8 if tile == 128 else 4, 3 if 90 <= capability < 120 else 2
 
 
+@lru_cache  # the same for all layers of a forward
 def chunk_size(programs_per_chunk: int, prefix: int) -> int:
     """Prefix positions per split: the longest that still makes two programs for each of about 132 processors.
 
@@ -358,11 +380,25 @@ def chunk_size(programs_per_chunk: int, prefix: int) -> int:
     is waste; below 512 positions a split is not worth its own partial results.
     """
     for chunk in (8192, 4096, 2048, 1024):
-        if programs_per_chunk * triton.cdiv(prefix, chunk) >= 264:
+        if programs_per_chunk * cdiv(prefix, chunk) >= 2 * PROCESSORS:
             return chunk
     return 512
 
 
+@lru_cache  # the same for all layers of a forward
+def one_launch(programs: int, prefix: int, chunk: int) -> bool:
+    """Whether each of `programs` walks the whole prefix by itself and there is nothing to combine.
+
+    What counts is how many positions the busiest processor walks, one round of programs after another. Splitting is
+    worth its second kernel (a few microseconds to start, another ten or more of Python where no graph replays it) and
+    its partial results only if it saves more than the shortest chunk: 512 positions are some eight steps, which a
+    lone program spends waiting for memory, about a microsecond each.
+    """
+    whole = cdiv(programs, PROCESSORS) * prefix
+    split = cdiv(programs * cdiv(prefix, chunk), PROCESSORS) * min(chunk, prefix)
+    return whole - split <= 512
+
+
 def _upcast(tensor: Tensor) -> bool:
     """Whether products must be computed in float32: the interpreter, on CPU, cannot multiply bfloat16."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16
+    return tensor.dtype == torch.bfloat16 and tensor.is_cpu

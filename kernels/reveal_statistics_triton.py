@@ -14,6 +14,7 @@ from .philox_torch import NoiseKey
 from .philox_triton import gumbel_block
 from .reveal_statistics_torch import RevealStatistics
 from .reveal_threshold_triton import reveal_threshold
+from .tile_arithmetic import cdiv, next_power_of_2
 
 try:  # transformers' check of remote code tolerates a missing package only in a try block
     import triton
@@ -237,7 +238,7 @@ def block_size(vocab: int, sample: bool) -> tuple[int, int]:
     A reduction costs a thread the same whatever its share, so it gets 32 logits where registers allow; 16 rows of
     151,936 still make 304 programs. Sampling needs the registers for its random words.
     """
-    block = min(4096 if sample else 8192, max(128, triton.next_power_of_2(vocab)))
+    block = min(4096 if sample else 8192, max(128, next_power_of_2(vocab)))
     return block, max(1, min(8, block // 512))
 
 
@@ -261,7 +262,7 @@ def reveal_statistics_triton(
     residual = _rows_of(residual) if residual is not None else None
     sample = noise is not None and temperature > 0
     block, warps = block_size(vocab, sample)
-    splits = triton.cdiv(vocab, block)
+    splits = cdiv(vocab, block)
     mask_token = -1 if mask_token_id is None else mask_token_id
     inverse_temperature = 1.0 / temperature if sample else 1.0
     threshold = None
@@ -269,14 +270,12 @@ def reveal_statistics_triton(
         threshold = reveal_threshold(logits, residual, residual_scale, mask_token, inverse_temperature, top_k, top_p)
     seed, seed_stride, noise_row, noise_position, noise_step = noise_arguments(noise if sample else None, logits)
     partial = torch.empty(4, rows, splits, device=device, dtype=torch.float32)
-    tokens = torch.empty(2, rows, device=device, dtype=torch.int64)
-    measures = torch.empty(5, rows, device=device, dtype=torch.float32)
+    outputs = empty_statistics(rows, device)
     if not runner_up:
-        tokens[1].fill_(-1)
-        measures[4].fill_(float("nan"))
+        outputs.runner_up.fill_(-1)
+        outputs.runner_up_probability.fill_(float("nan"))
     if not entropy:
-        measures[3].fill_(float("nan"))
-    outputs = RevealStatistics(tokens[0], measures[0], measures[1], measures[2], measures[3], tokens[1], measures[4])
+        outputs.entropy.fill_(float("nan"))
     if rows == 0:
         return outputs
     inputs = (
@@ -313,11 +312,19 @@ def reveal_statistics_triton(
         *outputs,
         *numbers,
         RUNNER_UP=runner_up,
-        SPLITS=triton.next_power_of_2(splits),
+        SPLITS=next_power_of_2(splits),
         **kinds,
         num_warps=warps,
     )
     return outputs
+
+
+def empty_statistics(rows: int, device: torch.device) -> RevealStatistics:
+    """Memory for a kernel to write, in two allocations."""
+    token, runner_up = torch.empty(2, rows, device=device, dtype=torch.int64).unbind()
+    measures = torch.empty(5, rows, device=device, dtype=torch.float32).unbind()
+    probability, log_odds, log_sum_exp, entropy, runner_up_probability = measures
+    return RevealStatistics(token, probability, log_odds, log_sum_exp, entropy, runner_up, runner_up_probability)
 
 
 def _rows_of(tensor: Tensor) -> Tensor:

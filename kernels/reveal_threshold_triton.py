@@ -7,6 +7,8 @@ most 32 passes over a row that stays in the L2 cache (300 kB at 151,936 bfloat16
 import torch
 from torch import Tensor
 
+from .tile_arithmetic import next_power_of_2
+
 try:  # transformers' check of remote code tolerates a missing package only in a try block
     import triton
     import triton.language as tl
@@ -140,7 +142,7 @@ def reveal_threshold(
     """`[rows]` float32: the lowest corrected logit that top-k, then top-p, keep; equal logits share their fate."""
     rows, vocab = logits.shape
     threshold = torch.empty(rows, device=logits.device, dtype=torch.float32)
-    block = min(4096, max(128, triton.next_power_of_2(vocab)))
+    block = min(4096, max(128, next_power_of_2(vocab)))
     if rows:
         _threshold_kernel[(rows,)](
             logits,

@@ -8,15 +8,18 @@ groups hold beside the list: summed without the list, not subtracted from the wh
 rounding.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from .philox_torch import NoiseKey
 from .philox_triton import gumbel_at
 from .reveal_statistics_torch import RevealStatistics
-from .reveal_statistics_triton import noise_arguments
+from .reveal_statistics_triton import empty_statistics, noise_arguments
 from .reveal_threshold_triton import from_sortable, sortable
 from .shortlist_residual_torch import Shortlist
+from .tile_arithmetic import cdiv, next_power_of_2
 
 try:  # transformers' check of remote code tolerates a missing package only in a try block
     import triton
@@ -236,15 +239,16 @@ def _choose_kernel(
     tl.store(runner_up_probability_out + row, tl.exp(runner - largest) / total)
 
 
+@lru_cache
 def group_width(size: int, vocab: int) -> tuple[int, int]:
     """The list's padded size, and how many logits make a group: the width whose larger search is the smallest.
 
     One program searches first the groups and then the logits of the picked ones, all in registers.
     """
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
 
     def larger(width: int) -> int:
-        return max(triton.next_power_of_2(triton.cdiv(vocab, width)), padded * width)
+        return max(next_power_of_2(cdiv(vocab, width)), padded * width)
 
     return padded, min((8, 16, 32, 64, 128), key=larger)
 
@@ -255,16 +259,16 @@ def shortlist_triton(logits: Tensor, size: int, mask_token_id: int | None) -> Sh
     device = logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     padded, width = group_width(size, vocab)
-    groups = triton.cdiv(vocab, width)
-    together = min(4096 // width, triton.next_power_of_2(groups))
+    groups = cdiv(vocab, width)
+    together = min(4096 // width, next_power_of_2(groups))
     mask_token = -1 if mask_token_id is None else mask_token_id
     partial = torch.empty(4, rows, groups, device=device, dtype=torch.float32)
     tokens = torch.empty(rows, size, device=device, dtype=torch.int64)
     values = torch.empty(rows, size, device=device, dtype=torch.float32)
-    rest_log_sum_exp, rest_mean_logit = torch.empty(2, rows, device=device, dtype=torch.float32)
+    rest_log_sum_exp, rest_mean_logit = torch.empty(2, rows, device=device, dtype=torch.float32).unbind()
     if rows:
         numbers = (logits.stride(0), mask_token)
-        _group_kernel[(rows, triton.cdiv(groups, together))](
+        _group_kernel[(rows, cdiv(groups, together))](
             logits, partial, rows, vocab, groups, *numbers, GROUPS=together, WIDTH=width, num_warps=8
         )
         _select_kernel[(rows,)](
@@ -279,7 +283,7 @@ def shortlist_triton(logits: Tensor, size: int, mask_token_id: int | None) -> Sh
             groups,
             size,
             *numbers,
-            GROUPS=max(padded, triton.next_power_of_2(groups)),
+            GROUPS=max(padded, next_power_of_2(groups)),
             WIDTH=width,
             SIZE=padded,
             num_warps=16,
@@ -309,14 +313,12 @@ def shortlist_residual_triton(
         )
     tokens, logits = shortlist.tokens.contiguous(), shortlist.logits.contiguous()
     correction = torch.empty(rows, size, device=device, dtype=torch.float32)
-    chosen = torch.empty(2, rows, device=device, dtype=torch.int64)
-    measures = torch.empty(5, rows, device=device, dtype=torch.float32)
-    outputs = RevealStatistics(chosen[0], measures[0], measures[1], measures[2], measures[3], chosen[1], measures[4])
+    outputs = empty_statistics(rows, device)
     if rows == 0:
         return outputs
     # Four tokens a program: 16 positions with 64 tokens each make 256 programs.
     per_program = 4
-    _correction_kernel[(rows, triton.cdiv(size, per_program))](
+    _correction_kernel[(rows, cdiv(size, per_program))](
         tokens,
         residual,
         weight,
@@ -326,12 +328,12 @@ def shortlist_residual_triton(
         residual.stride(0),
         weight.stride(0),
         TOKENS=per_program,
-        BLOCK=min(1024, triton.next_power_of_2(hidden)),
+        BLOCK=min(1024, next_power_of_2(hidden)),
         num_warps=4,
     )
     sample = noise is not None and temperature > 0
     seed, seed_stride, noise_row, noise_position, noise_step = noise_arguments(noise if sample else None, tokens)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     _choose_kernel[(rows,)](
         tokens,
         logits,

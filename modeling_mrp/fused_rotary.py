@@ -1,4 +1,4 @@
-"""q/k norm and rotary embedding of a packed forward by one kernel, where a layer's norms lie open to it."""
+"""q/k norm, rotary embedding and the write to the cache by one kernel of a packed forward, if the norms lie open."""
 
 from typing import Any
 
@@ -20,51 +20,59 @@ def may_fuse_rotary(attention: nn.Module) -> None:
     attention.__class__ = _FUSED.get(type(attention), type(attention))
 
 
-def can_fuse_rotary(attention: Any, hidden: Tensor, cos: Tensor, layout: Any) -> bool:
-    """Whether this call belongs to a packed forward by kernels and the kernel may read the norms' weights itself.
+def open_norms(attention: Any, hidden: Tensor, cos: Tensor, layout: Any) -> tuple[Tensor, Tensor, float] | None:
+    """Weights of the q and the k norm and their eps, if a kernel may read them itself in this call; else `None`.
 
-    Not while gradients are recorded or under autocast, and not through norms that are replaced, hooked, offloaded or
-    split: their `.weight` is not what a call of them computes with.
+    The call must belong to a packed forward by kernels, without recorded gradients or autocast, and the norms must not
+    be replaced, hooked, offloaded or split: their `.weight` would not be what a call of them computes with.
     """
-    if layout is None or torch.is_grad_enabled() or torch.is_autocast_enabled(hidden.device.type):
-        return False
-    if resolve_kernels(layout.kernels, hidden.device) != "triton" or cos.shape[-1] != attention.head_dim:
-        return False
+    device = hidden.device
+    if layout is None or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+        return None
+    if resolve_kernels(layout.kernels, device) != "triton" or cos.shape[-1] != attention.head_dim:
+        return None
     query, key = attention.q_norm, attention.k_norm
-    return _open(query, hidden) and _open(key, hidden) and query.variance_epsilon == key.variance_epsilon
+    query_weight, key_weight = _open_weight(query, hidden), _open_weight(key, hidden)
+    if query_weight is None or key_weight is None or query.variance_epsilon != key.variance_epsilon:
+        return None
+    return query_weight, key_weight, query.variance_epsilon
 
 
-def _open(norm: nn.Module, hidden: Tensor) -> bool:
+def _open_weight(norm: nn.Module, hidden: Tensor) -> Tensor | None:
     weight: Any = getattr(norm, "weight", None)
-    hooked = "forward" in vars(norm) or len(norm._forward_hooks) + len(norm._forward_pre_hooks) > 0
+    hooked = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
     if type(norm) not in (Qwen3RMSNorm, Qwen3MoeRMSNorm) or hooked or type(weight) is not nn.Parameter:
-        return False
-    return weight.device == hidden.device and weight.dtype == hidden.dtype
+        return None
+    return weight if weight.device == hidden.device and weight.dtype == hidden.dtype else None
 
 
 class _Fused:
-    """`forward` of transformers' attention; in a packed forward, with norms and rotation in one kernel."""
+    """`forward` of transformers' attention; in a packed forward, all between projections and attention in a kernel."""
 
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         layout: Any = kwargs.get("packed_layout")
-        if not can_fuse_rotary(self, hidden_states, position_embeddings[0], layout):
+        norms = open_norms(self, hidden_states, position_embeddings[0], layout)
+        if norms is None:
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)  # type: ignore[misc]
         leading = hidden_states.shape[:-1]
         heads = (*leading, -1, self.head_dim)
-        query, key = qk_norm_rope(
+        key = self.k_proj(hidden_states).view(heads)
+        new_key, new_value = layout.cache.place(key.transpose(1, 2), self.layer_idx)
+        query, _ = qk_norm_rope(
             self.q_proj(hidden_states).view(heads),
-            self.k_proj(hidden_states).view(heads),
-            self.q_norm.weight,
-            self.k_norm.weight,
+            key,
+            *norms[:2],
             *position_embeddings,
-            eps=self.q_norm.variance_epsilon,
+            eps=norms[2],
+            value=self.v_proj(hidden_states).view(heads),
+            out=(new_key, new_value),
             kernels=layout.kernels,
         )
-        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        key, value = layout.cache.update(key, value, self.layer_idx)
-        mixed, _ = mrp_packed_attention(self, query, key, value, None, packed_layout=layout, scaling=self.scaling)
+        mixed, _ = mrp_packed_attention(
+            self, query, new_key, new_value, None, packed_layout=layout, scaling=self.scaling
+        )
         return self.o_proj(mixed.reshape(*leading, -1)), None
 
 

@@ -35,14 +35,16 @@ def mrp_packed_attention(
     """
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    rows, tokens = query.shape[0], query.shape[2]
-    layer = module.layer_idx
+    rows, _, tokens, _ = query.shape
+    if key.shape[2] != tokens:  # the cache gives the prefix too
+        key, value = key[:, :, -tokens:], value[:, :, -tokens:]
+    cache, layer = packed_layout.cache, module.layer_idx
     return packed_block_attention(
         query,
-        key[:, :, -tokens:],
-        value[:, :, -tokens:],
-        cache_key=packed_layout.cache.keys[layer][:rows],
-        cache_value=packed_layout.cache.values[layer][:rows],
+        key,
+        value,
+        cache_key=cache.keys[layer][:rows],
+        cache_value=cache.values[layer][:rows],
         prefix_length=packed_layout.prefix_length,
         visibility=packed_layout.visible,
         block=packed_layout.block,

@@ -31,14 +31,19 @@ class PackedCache:
 
     def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes the tokens of this forward `[rows, kv_heads, tokens, head_dim]` and returns all that can be seen."""
+        new_keys, new_values = self.place(key, layer)
+        new_keys.copy_(key)
+        new_values.copy_(value)
+        rows, end = key.shape[0], self.scratch + key.shape[2]
+        return self.keys[layer][:rows, :, :end], self.values[layer][:rows, :, :end]
+
+    def place(self, key: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Where the keys and the values of this forward go, two views of the shape of `key`, to be written."""
         rows, _, tokens, _ = key.shape
         end = self.scratch + tokens
         if layer not in self.keys or end > self.keys[layer].shape[2]:
             self._grow(layer, key, end)
-        keys, values = self.keys[layer], self.values[layer]
-        keys[:rows, :, self.scratch : end] = key
-        values[:rows, :, self.scratch : end] = value
-        return keys[:rows, :, :end], values[:rows, :, :end]
+        return self.keys[layer][:rows, :, self.scratch : end], self.values[layer][:rows, :, self.scratch : end]
 
     def commit(self, source: Tensor, target: Tensor, rows: Tensor, block: int) -> None:
         """Moves one block of `rows` `[m]` from offsets `source` `[m]` to `target` `[m]`, in every layer."""

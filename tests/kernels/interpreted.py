@@ -170,13 +170,40 @@ def test_sampled_tokens_equal_the_twins_for_every_kind_of_seed():
         assert torch.equal(twin.token, kernel.token)
 
 
+@pytest.fixture(params=["one launch", "chunks of 16", "one chunk"])
+def attention_path(request, monkeypatch) -> bool:
+    """Takes the choice between one launch and two from the kernel; whether it is one."""
+    chunk = 16 if request.param == "chunks of 16" else 512
+    whole = request.param == "one launch"
+    monkeypatch.setattr(attention_module, "chunk_size", lambda *_: chunk)
+    monkeypatch.setattr(attention_module, "one_launch", lambda *_: whole)
+    return whole
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """Names of the attention's kernels, in the order in which they are launched."""
+    names: list[str] = []
+
+    class Recorded:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            names.append(self.kernel.fn.__name__)
+            return self.kernel[grid]
+
+    for name in ("_attention_kernel", "_combine_kernel"):
+        monkeypatch.setattr(attention_module, name, Recorded(getattr(attention_module, name)))
+    return names
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ATTENTION_SHAPES)
-@pytest.mark.parametrize("chunk", [16, 512])
-def test_attention(dtype, shape, chunk, monkeypatch):
-    monkeypatch.setattr(attention_module, "chunk_size", lambda *_: chunk)
+@pytest.mark.parametrize("commits", [False, True])
+def test_attention(dtype, shape, commits, attention_path, launched):
     arguments, options = attention_inputs(*shape, dtype)
-    commit = torch.tensor([shape[3] - 1, -1, 0][: shape[0]])
+    commit = torch.tensor([shape[3] - 1, -1, 0][: shape[0]]) if commits else None
     results = []
     for kernels in ("torch", "triton"):
         own = {**options, **{name: options[name].clone() for name in ("cache_key", "cache_value")}}
@@ -185,6 +212,52 @@ def test_attention(dtype, shape, chunk, monkeypatch):
     torch.testing.assert_close(results[1][0], results[0][0], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for twin, kernel in zip(results[0][1:], results[1][1:], strict=True):
         torch.testing.assert_close(kernel, twin, rtol=0, atol=0, equal_nan=True)
+    rows = shape[1] // shape[2] * shape[3] * shape[4]
+    one_tile = rows <= attention_module.tile_sizes(rows, dtype, 90)[0]
+    assert (len(launched) == 1) == (attention_path and (one_tile or not commits))
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_attention_commits_segments_that_lie_in_the_cache(tiles, monkeypatch, launched):
+    """As `PackedCache` leaves them: behind the longest prefix, so that the place of the commit overlaps them."""
+    monkeypatch.setattr(attention_module, "one_launch", lambda *_: True)
+    segments, block, dim, prefixes = 2, 4 * tiles, 16, [9, 7]
+    tokens, scratch = segments * block, max(prefixes)
+    (query, *new), options = attention_inputs(2, 2, 1, segments, block, dim, prefixes, torch.float32, scratch + tokens)
+    results = []
+    for kernels in ("torch", "triton"):
+        caches = [options[name].clone() for name in ("cache_key", "cache_value")]
+        views = [cache[:, :, scratch:].copy_(x) for cache, x in zip(caches, new, strict=True)]
+        own = {**options, "cache_key": caches[0], "cache_value": caches[1], "max_prefix_length": scratch}
+        commit = torch.tensor([1, 0])
+        results.append((packed_block_attention(query, *views, commit=commit, kernels=kernels, **own), *caches))
+    for twin, kernel in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, twin, rtol=2e-5, atol=2e-5, equal_nan=True)
+    assert len(launched) == tiles
+
+
+def test_attention_with_keys_and_values_of_unlike_strides():
+    (query, key, value), options = attention_inputs(2, 4, 2, 2, 3, 16, [5, 0], torch.float32)
+    options["cache_value"] = inside_nan(options["cache_value"])
+    twin, kernel = both(packed_block_attention, query, key, inside_nan(value), **options)
+    torch.testing.assert_close(kernel, twin, rtol=2e-5, atol=2e-5)
+
+
+def test_attention_is_one_launch_where_splits_save_little():
+    """Short prefixes, and as many programs as processors; not a lone program on a long prefix."""
+
+    def alone(programs: int, prefix: int) -> bool:
+        return attention_module.one_launch(programs, prefix, attention_module.chunk_size(programs, prefix))
+
+    assert alone(8, 0)
+    assert alone(8, 512)
+    assert alone(8, 1024)
+    assert alone(128, 1024)
+    assert alone(128, 8192)
+    assert alone(264, 32768)
+    assert not alone(8, 2048)
+    assert not alone(64, 4096)
+    assert not alone(140, 4096)
 
 
 def test_attention_does_not_write_behind_the_capacity():
@@ -268,6 +341,27 @@ def test_qk_norm_rope(dtype, heads, kv_heads, dim):
         for twin, kernel in zip(*both(qk_norm_rope, *arguments), strict=True):
             tolerance = 3 * TOLERANCE[dtype]
             torch.testing.assert_close(kernel, twin, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 16), (6, 3, 80), (2, 2, 128)])
+def test_qk_norm_rope_writes_keys_and_values_into_a_cache(dtype, heads, kv_heads, dim):
+    """Only where they belong: the rest of the cache keeps its bits, and rotation is as without a cache."""
+    draw = lambda *shape: torch.randn(*shape).to(dtype)  # noqa: E731
+    key, value = (inside_nan(draw(2, 7, kv_heads, dim)) for _ in range(2))
+    arguments = [inside_nan(draw(2, 7, heads, dim)), key, draw(dim), draw(dim), *draw(2, 1, 7, dim).clamp(-1, 1)]
+    plain = qk_norm_rope(*arguments, kernels="triton")
+    for kernels in ("torch", "triton"):
+        caches = torch.full((2, 3, kv_heads, 20, dim), -7.0, dtype=dtype)
+        keys, values = caches[:, :2, :, 9:16]
+        query_out, key_out = qk_norm_rope(*arguments, value=value, out=(keys, values), kernels=kernels)
+        assert key_out.data_ptr() == keys.data_ptr()
+        assert torch.equal(values, value.transpose(1, 2))
+        for found, expected in zip((query_out, keys), plain, strict=True):
+            tolerance = 0 if kernels == "triton" else 3 * TOLERANCE[dtype]
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        caches[:, :2, :, 9:16] = -7.0
+        assert caches.eq(-7.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

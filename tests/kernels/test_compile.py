@@ -23,7 +23,7 @@ def test_one_launch_of_each_kernel_compiles_without_spills(tmp_path):
     table = (tmp_path / "table.md").read_text()
     assert "No spills, no stack." in table
     assert "wgmma" in table
-    kernels = ("partial_kernel", "split_kernel", "mrp_input_kernel", "lattice_kernel", "row_kernel")
+    kernels = ("partial_kernel", "attention_kernel", "mrp_input_kernel", "lattice_kernel", "row_kernel")
     assert all(name in table for name in kernels)
 
 

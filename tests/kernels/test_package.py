@@ -78,6 +78,9 @@ def test_shape_errors():
         ({"visibility": torch.zeros(2, 3)}, "bool or int64"),
         ({"commit": torch.zeros(3)}, "commit"),
         ({"max_prefix_length": 99}, "max_prefix_length=99"),
+        ({"scaling": 0.0}, "scaling=0.0 must be positive"),
+        ({"cache_value": options["cache_value"][:1]}, r"cache_value \[1, 2, 9, 16\] must have the shape \[2, 2, 9"),
+        ({"prefix_length": torch.zeros(1)}, r"prefix_length \[1\] must have the shape \[2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             mrp_kernels.packed_block_attention(*arguments, **{**options, **change})
@@ -94,6 +97,15 @@ def test_shape_errors():
     x, cos = torch.zeros(1, 3, 2, 4), torch.zeros(1, 2, 4)
     with pytest.raises(ValueError, match="cos"):
         mrp_kernels.qk_norm_rope(x, x, torch.zeros(4), torch.zeros(4), cos, cos)
+    rope = (norm, norm, torch.zeros(1, 3, 4), torch.zeros(1, 3, 4))
+    place = torch.zeros(1, 2, 3, 4)
+    for change, message in (
+        ({"value": x}, "belong together"),
+        ({"value": x, "out": (place, place[:, :1])}, "must be twice"),
+        ({"value": x, "out": (place, torch.zeros(1, 3, 2, 4).transpose(1, 2))}, "must be equal and end with 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mrp_kernels.qk_norm_rope(x, x, *rope, **change)
 
 
 def test_the_twins_need_neither_triton_nor_transformers():

@@ -1,0 +1,1 @@
+../../modeling_mrp/online_softmax_triton.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/tile_arithmetic.py

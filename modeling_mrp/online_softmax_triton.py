@@ -1,0 +1,1 @@
+../kernels/online_softmax_triton.py

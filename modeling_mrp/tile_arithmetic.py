@@ -1,0 +1,1 @@
+../kernels/tile_arithmetic.py

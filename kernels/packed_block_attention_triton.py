@@ -6,13 +6,12 @@ Either it walks the new segments and the whole prefix and writes the result, or,
 machine idle, split 0 is the new segments, split 1 + i the i-th chunk of the prefix, and a second kernel combines them.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from .kernel_dispatch import compute_capability
 from .online_softmax_triton import attend_cached, attend_segments
+from .packed_block_attention_sizes import chunk_size, one_launch, tile_sizes
 from .packed_block_attention_torch import visibility_bits
 from .tile_arithmetic import cdiv, next_power_of_2
 
@@ -23,7 +22,6 @@ except ImportError as error:
     raise ImportError('kernels="triton" needs the package triton.') from error
 
 LOG2_E = 1.4426950408889634
-PROCESSORS = 132  # of an H100 or H200; other GPUs have between 80 and 150
 
 
 @triton.jit
@@ -277,7 +275,7 @@ def packed_block_attention_triton(
     pairs = batch * kv_heads
     if pairs * tokens * dim == 0:
         return output
-    rows, keys, own_keys, warps, stages = tile_sizes(group * tokens, query.dtype, compute_capability(device))
+    rows, keys, own_keys, warps, stages = tile_sizes(group * tokens, dim, query.dtype, compute_capability(device))
     tiles = cdiv(group * tokens, rows)
     chunk = chunk_size(pairs * tiles, prefix)
     # Segments may be views of the cache that a commit writes into: where other programs still read them, it waits.
@@ -357,46 +355,6 @@ def packed_block_attention_triton(
         num_warps=4,
     )
     return output
-
-
-@lru_cache  # the same for all layers of a forward
-def tile_sizes(rows: int, dtype: torch.dtype, capability: int) -> tuple[int, int, int, int, int]:
-    """Query rows, prefix keys and new keys per product, warps and pipeline stages: the largest that spill nothing.
-
-    Before sm_90 the operands of a product live in registers, not in shared memory, so the tiles are smaller there.
-    """
-    if dtype == torch.float32:
-        return 16, 32, 16, 8, 1
-    tile = min(128, max(16, next_power_of_2(rows)))
-    keys, own_keys = (64, 32) if capability >= 90 else (32, 16)
-    return tile, keys, own_keys, 8 if tile == 128 else 4, 3 if 90 <= capability < 120 else 2
-
-
-@lru_cache  # the same for all layers of a forward
-def chunk_size(programs_per_chunk: int, prefix: int) -> int:
-    """Prefix positions per split: the longest that still makes two programs for each of about 132 processors.
-
-    A split costs one write and one read of float32 partial results, so more of them than it takes to fill the machine
-    is waste; below 512 positions a split is not worth its own partial results.
-    """
-    for chunk in (8192, 4096, 2048, 1024):
-        if programs_per_chunk * cdiv(prefix, chunk) >= 2 * PROCESSORS:
-            return chunk
-    return 512
-
-
-@lru_cache  # the same for all layers of a forward
-def one_launch(programs: int, prefix: int, chunk: int) -> bool:
-    """Whether each of `programs` walks the whole prefix by itself and there is nothing to combine.
-
-    What counts is how many positions the busiest processor walks, one round of programs after another. Splitting is
-    worth its second kernel (a few microseconds to start, another ten or more of Python where no graph replays it) and
-    its partial results only if it saves more than the shortest chunk: 512 positions are some eight steps, which a
-    lone program spends waiting for memory, about a microsecond each.
-    """
-    whole = cdiv(programs, PROCESSORS) * prefix
-    split = cdiv(programs * cdiv(prefix, chunk), PROCESSORS) * min(chunk, prefix)
-    return whole - split <= 512
 
 
 def _upcast(tensor: Tensor) -> bool:

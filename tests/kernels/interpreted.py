@@ -213,7 +213,7 @@ def test_attention(dtype, shape, commits, attention_path, launched):
     for twin, kernel in zip(results[0][1:], results[1][1:], strict=True):
         torch.testing.assert_close(kernel, twin, rtol=0, atol=0, equal_nan=True)
     rows = shape[1] // shape[2] * shape[3] * shape[4]
-    one_tile = rows <= attention_module.tile_sizes(rows, dtype, 90)[0]
+    one_tile = rows <= attention_module.tile_sizes(rows, shape[5], dtype, 90)[0]
     assert (len(launched) == 1) == (attention_path and (one_tile or not commits))
 
 

@@ -1,0 +1,1 @@
+../../modeling_mrp/packed_block_attention_sizes.py

@@ -1,0 +1,1 @@
+../kernels/packed_block_attention_sizes.py

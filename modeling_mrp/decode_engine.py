@@ -67,7 +67,7 @@ class DecodeEngine:
         needs_head = options.mode in ("direct", "remask", "speculative") and options.drafter == "head"
         prefer_packed_attention(model.config, options.kernels, self.device)
         if caches is None:
-            self.stack = PackedStack(model, block, capacity, options.kernels)
+            self.stack = PackedStack(model, block, capacity, options.kernels, model.config.num_hidden_layers)
             self.runner = HeadRunner(model, options, capacity) if needs_head else None
         else:
             self.stack, self.runner = caches

@@ -34,7 +34,8 @@ class HeadRunner:
         self.model, self.options = model, options
         self.stack: PackedStack | None = None
         if options.context == "prefix":
-            self.stack = PackedStack(model, options.block_length, capacity, options.kernels)
+            layers = model.config.num_nextn_predict_layers
+            self.stack = PackedStack(model, options.block_length, capacity, options.kernels, layers)
         self.passes = 0
         # Whether any output was NaN or infinite; stays on the device until the engine's next look at it.
         self.broken: Tensor | None = None

@@ -1,7 +1,8 @@
 """Key/value storage of ragged rows: a committed prefix per row, and a scratch area for the segments of one forward.
 
 Storage is preallocated and grows by doubling. A forward writes its segments behind the longest committed prefix and
-reads one view, so neither prefix nor segments are copied; committing a finished block moves one block per row.
+reads one view, so neither prefix nor segments are copied; committing a finished block moves one block per row. Layers
+share one tensor, so that a commit is two operations and not two a layer.
 """
 
 from typing import Any
@@ -15,14 +16,18 @@ class PackedCache:
 
     Args:
         capacity: positions to allocate at first; more is allocated when needed.
+        together: layers that share a tensor, 1 where layers are on several devices.
 
     Attributes:
-        keys, values: per layer `[rows, kv_heads, capacity, head_dim]`, on that layer's device.
+        storage: of each group of `together` layers, `[layers, 2, rows, kv_heads, capacity, head_dim]`.
+        keys, values: of each layer, views of it: `[rows, kv_heads, capacity, head_dim]`.
         scratch: offset at which the next forward writes its tokens.
         rows: how many of the leading rows take part in the next forward.
     """
 
-    def __init__(self, capacity: int = 0):
+    def __init__(self, capacity: int = 0, together: int = 1):
+        self.together = together
+        self.storage: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.capacity = capacity
@@ -49,33 +54,36 @@ class PackedCache:
         """Moves one block of `rows` `[m]` from offsets `source` `[m]` to `target` `[m]`, in every layer."""
         span = torch.arange(block, device=rows.device)
         source, target, rows = source[:, None] + span, target[:, None] + span, rows[:, None]
-        for layer, keys in self.keys.items():
-            values = self.values[layer]
-            r, s, t = (index.to(keys.device) for index in (rows, source, target))
-            keys[r, :, t] = keys[r, :, s]
-            values[r, :, t] = values[r, :, s]
+        for held in self.storage.values():
+            r, s, t = (index.to(held.device) for index in (rows, source, target))
+            held[:, :, r, :, t] = held[:, :, r, :, s]
 
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchanges the first `length` positions of two rows."""
-        for storage in (*self.keys.values(), *self.values.values()):
-            held = storage[first, :, :length].clone()
-            storage[first, :, :length] = storage[second, :, :length]
-            storage[second, :, :length] = held
+        for held in self.storage.values():
+            aside = held[:, :, first, :, :length].clone()
+            held[:, :, first, :, :length] = held[:, :, second, :, :length]
+            held[:, :, second, :, :length] = aside
 
     def reorder(self, order: Tensor) -> None:
         """Puts the rows `order` `[rows]` of the storage in that order."""
-        for storage in (self.keys, self.values):
-            for layer, held in storage.items():
-                storage[layer] = held[order.to(held.device)]
+        for group, held in self.storage.items():
+            self._hold(group, held[:, :, order.to(held.device)])
 
     def _grow(self, layer: int, key: Tensor, needed: int) -> None:
-        old = self.keys.get(layer)
+        group = layer // self.together
+        old = self.storage.get(group)
         self.capacity = max(self.capacity, needed if old is None else 2 * needed)
         # The first forward of a call holds all of its rows; later ones only those still running.
-        rows = key.shape[0] if old is None else old.shape[0]
-        shape = (rows, key.shape[1], self.capacity, key.shape[3])
-        for storage, sample in ((self.keys, key), (self.values, key)):
-            fresh = torch.zeros(shape, dtype=sample.dtype, device=sample.device)
-            if layer in storage:
-                fresh[:, :, : storage[layer].shape[2]] = storage[layer]
-            storage[layer] = fresh
+        rows = key.shape[0] if old is None else old.shape[2]
+        shape = (self.together, 2, rows, key.shape[1], self.capacity, key.shape[3])
+        fresh = torch.zeros(shape, dtype=key.dtype, device=key.device)
+        if old is not None:
+            fresh[..., : old.shape[4], :] = old
+        self._hold(group, fresh)
+
+    def _hold(self, group: int, storage: Tensor) -> None:
+        self.storage[group] = storage
+        for place, (keys, values) in enumerate(storage):
+            self.keys[group * self.together + place] = keys
+            self.values[group * self.together + place] = values

@@ -73,11 +73,13 @@ class PackedStack:
         block: positions per segment.
         capacity: positions to allocate.
         kernels: `auto`, `torch` or `triton`.
+        layers: of the stack; they share their storage.
     """
 
-    def __init__(self, model: Any, block: int, capacity: int, kernels: str = "auto"):
+    def __init__(self, model: Any, block: int, capacity: int, kernels: str = "auto", layers: int = 1):
         self.model, self.block, self.kernels = model, block, kernels
-        self.cache = PackedCache(capacity)
+        several_devices = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+        self.cache = PackedCache(capacity, 1 if several_devices else layers)
 
     def arguments(self, segments_visible: Tensor, prefix_length: Tensor, longest: int, ragged: bool) -> dict[str, Any]:
         """Mask, cache and layout of a packed call.

@@ -5,6 +5,7 @@ import torch
 import torch.nn.attention.flex_attention as flex
 import transformers.integrations.flex_attention as integration
 from test_padding import MODES, decode, random_prompts
+from torch._inductor.exc import InductorError
 
 from benchmarks.random_models import random_model
 from modeling_mrp.block_attention import attention_mask_for, layout_of_padded, may_see
@@ -50,7 +51,13 @@ def test_flex_agrees(model, uncompiled_flex, mode):
 @pytest.mark.slow
 def test_compiled_flex_agrees(model):
     """As above, as transformers runs it: compiled, which takes a C++ compiler and a minute."""
-    assert texts(model, "flex_attention", MODES["lattice"]) == texts(model, "sdpa", MODES["lattice"])
+    wanted = texts(model, "sdpa", MODES["lattice"])
+    try:
+        assert texts(model, "flex_attention", MODES["lattice"]) == wanted
+    except InductorError as error:
+        if "cur_kvSplitSize" not in str(error):
+            raise
+        pytest.xfail("torch 2.13 on a CPU writes C++ for flex attention that names a variable it does not declare")
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention", "mrp_packed"])

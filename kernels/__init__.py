@@ -20,15 +20,21 @@ else:
     from .packed_block_attention_torch import visibility_bits
     from .philox_torch import NoiseKey, gumbel_noise
     from .residual_kl import residual_kl
+    from .reveal_rule import PositionStatistics, RevealRule
     from .reveal_statistics import reveal_statistics
     from .reveal_statistics_torch import RevealStatistics
     from .shortlist_residual import shortlist, shortlist_residual
     from .shortlist_residual_torch import Shortlist
+    from .verify_states import verify_states
+    from .verify_states_torch import VerifiedStates, split_host
 
 __all__ = [
     "NoiseKey",
+    "PositionStatistics",
+    "RevealRule",
     "RevealStatistics",
     "Shortlist",
+    "VerifiedStates",
     "gumbel_noise",
     "mrp_input",
     "packed_block_attention",
@@ -38,5 +44,7 @@ __all__ = [
     "reveal_statistics",
     "shortlist",
     "shortlist_residual",
+    "split_host",
+    "verify_states",
     "visibility_bits",
 ]

@@ -115,7 +115,10 @@ def test_transformers_accepts_the_files_as_remote_code(tmp_path):
             shutil.copy(path, tmp_path)
             assert set(utilities.get_imports(path)) <= {"torch", *sys.stdlib_module_names}
     model = tmp_path / "modeling_probe.py"
-    names = ("reveal_statistics", "packed_block_attention", "shortlist_residual", "mrp_input", "residual_kl")
+    names = (
+        "reveal_statistics", "packed_block_attention", "shortlist_residual", "mrp_input", "residual_kl",
+        "verify_states",
+    )  # fmt: skip
     model.write_text("".join(f"from .{name} import {name}\n" for name in names))
     closure = {Path(path).name for path in utilities.get_relative_import_files(model)}
     assert closure == {path.name for path in tmp_path.glob("*.py")} - {"modeling_probe.py"}

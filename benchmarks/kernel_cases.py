@@ -11,6 +11,10 @@ import torch
 from mrp_kernels import NoiseKey
 from torch import Tensor
 
+from modeling_mrp.configuration_mrp import MRPConfig
+from modeling_mrp.generation_config_mrp import resolve_options
+from modeling_mrp.reveal_policies import make_policy
+
 
 @dataclass(frozen=True)
 class Model:
@@ -259,6 +263,35 @@ def loss_cases() -> Iterator[Case]:
         )
 
 
+def verification_cases() -> Iterator[Case]:
+    """The eight states of a round: a policy that reveals one position a step, and one that weighs all of them."""
+    segments = 8
+    for strategy in ("low_confidence_static", "entropy_bounded"):
+        for rows in (1, 16):
+
+            def build(device: torch.device, strategy=strategy, rows=rows):
+                options = {"block_length": BLOCK, "mrp_mode": "none", "remasking_strategy": strategy}
+                shape = (rows, segments, BLOCK)
+                ids = torch.where(torch.rand(shape, device=device) < 0.5, -1, 7)
+                step, parent = (torch.full(shape[:2], number, device=device) for number in (0, -1))
+                alive = torch.ones(shape[:2], device=device, dtype=torch.bool)
+                measures = (torch.rand(shape, device=device) for _ in range(3))
+                statistics = mrp_kernels.PositionStatistics(torch.full(shape, 7, device=device), *measures)
+                policy = make_policy(resolve_options(options, MRPConfig()))
+                total = torch.rand(shape, device=device)
+                return (ids, step, parent, alive, statistics, total, policy), {"compare_steps": False}
+
+            yield Case(
+                "verify_states",
+                f"{rows} x {segments} x {BLOCK}, {strategy}",
+                build,
+                # Read: ids, tokens and four measures, step, parent and alive; written: one state and the host's copy.
+                bytes_moved=rows
+                * (segments * (BLOCK * (2 * 8 + 4 * 4) + 2 * 8 + 1 + 3 * 8) + BLOCK * (6 * 8 + 3 * 4)),
+                headline=rows == 1 and strategy == "low_confidence_static",
+            )
+
+
 def all_cases() -> Iterator[Case]:
     """Every case."""
     yield from statistics_cases()
@@ -266,3 +299,4 @@ def all_cases() -> Iterator[Case]:
     yield from shortlist_cases()
     yield from input_cases()
     yield from loss_cases()
+    yield from verification_cases()

@@ -27,7 +27,8 @@ def verify_states(
 
     The policy leads from state i to T(i), which has the tokens that it reveals. The walk moves from segment i to the
     first alive segment j with `ids[j] == T(i)` and `parent[j] == parent[i]` (and `step[j] == step[i] + 1` where steps
-    are compared); from a finished segment i to the first alive j with `parent[j] == i`.
+    are compared); from a finished segment i to the first alive j with `parent[j] == i`. It ends after `block + 1` moves
+    at the latest, at the first state of the next block, behind which no plan goes.
 
     Args:
         ids: `[rows, segments, block]` int64, -1 at masked positions. Segment 0 is certain.
@@ -49,21 +50,24 @@ def verify_states(
             without a rule, more than 64 segments or positions in a block.
     """
     _validate(ids, step, parent, alive, statistics, log_sum_exp)
-    rule = policy.rule
-    limit = None
-    if rule is None:
-        limit = f"the policy {type(policy).__name__}, which has no rule"
-    elif ids.shape[1] > MAX_SEGMENTS or ids.shape[2] > MAX_BLOCK:
-        limit = f"{ids.shape[1]} segments of {ids.shape[2]} positions; at most {MAX_SEGMENTS} of {MAX_BLOCK} fit"
-    if limit is not None and kernels == "triton":
-        raise ValueError(f'kernels="triton" cannot verify with {limit}; use kernels="auto" or "torch".')
-    inputs = (ids, step, parent, alive, statistics, log_sum_exp)
+    limit = _limit(ids, policy)
+    if limit and kernels == "triton":
+        raise ValueError(f'kernels="triton" cannot verify {limit}; use kernels="auto" or "torch".')
+    if resolve_kernels("torch" if limit else kernels, ids.device) == "triton":
+        from .verify_states_triton import verify_states_triton as implementation
+    else:
+        implementation = verify_states_torch
     with torch.no_grad():
-        if limit is None and rule is not None and resolve_kernels(kernels, ids.device) == "triton":
-            from .verify_states_triton import verify_states_triton
+        return implementation(ids, step, parent, alive, statistics, log_sum_exp, policy, compare_steps)
 
-            return verify_states_triton(*inputs, rule, compare_steps)
-        return verify_states_torch(*inputs, policy, compare_steps)
+
+def _limit(ids: Tensor, policy: Policy) -> str | None:
+    """What the kernel cannot do, if anything."""
+    if policy.rule is None:
+        return f"with the policy {type(policy).__name__}, which has no rule"
+    if ids.shape[1] > MAX_SEGMENTS or ids.shape[2] > MAX_BLOCK:
+        return f"{ids.shape[1]} segments of {ids.shape[2]} positions; at most {MAX_SEGMENTS} of {MAX_BLOCK} fit"
+    return None
 
 
 def _validate(

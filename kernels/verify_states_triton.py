@@ -7,7 +7,7 @@ state with that tile. A row with NaNs walks somewhere within its segments and st
 import torch
 from torch import Tensor
 
-from .reveal_rule import PositionStatistics, RevealRule
+from .reveal_rule import Policy, PositionStatistics
 from .reveal_rule_triton import rule_arguments, select_reveals
 from .verify_states_torch import VerifiedStates, walk_depth
 
@@ -153,10 +153,12 @@ def verify_states_triton(
     alive: Tensor,
     statistics: PositionStatistics,
     log_sum_exp: Tensor,
-    rule: RevealRule,
+    policy: Policy,
     compare_steps: bool,
 ) -> VerifiedStates:
     """See `verify_states.verify_states`."""
+    rule = policy.rule
+    assert rule is not None  # the entry leaves other policies to the twin
     rows, segments, block = ids.shape
     inputs = [part.contiguous() for part in (ids, *statistics, log_sum_exp, step, parent, alive)]
     states = torch.empty(4, rows, block, device=ids.device, dtype=torch.int64)

@@ -281,13 +281,15 @@ def verification_cases() -> Iterator[Case]:
                 total = torch.rand(shape, device=device)
                 return (ids, step, parent, alive, statistics, total, policy), {"compare_steps": False}
 
+            # Of a segment: ids, token and four measures; step, parent, alive; the host's copy of these. Of a row: the
+            # known state, what follows it, the finished one, and the host's copy.
+            per_segment = BLOCK * (2 * 8 + 4 * 4) + 2 * 8 + 1 + 3 * 8
+            per_row = BLOCK * (6 * 8 + 3 * 4) + 8 * 8 + 1
             yield Case(
                 "verify_states",
                 f"{rows} x {segments} x {BLOCK}, {strategy}",
                 build,
-                # Read: ids, tokens and four measures, step, parent and alive; written: one state and the host's copy.
-                bytes_moved=rows
-                * (segments * (BLOCK * (2 * 8 + 4 * 4) + 2 * 8 + 1 + 3 * 8) + BLOCK * (6 * 8 + 3 * 4)),
+                bytes_moved=rows * (segments * per_segment + per_row),
                 headline=rows == 1 and strategy == "low_confidence_static",
             )
 

@@ -88,9 +88,9 @@ def _residual_kl(arguments: tuple, options: dict, found: Tensor) -> tuple[float,
 def _verify_states(arguments: tuple, options: dict, found: VerifiedStates) -> tuple[float, float]:
     """How many rows differ: states are equal or they are not."""
     *tensors, measures, total, policy = arguments
-    on_host = [tensor.cpu() for tensor in tensors]
+    ids, step, parent, alive, total = (tensor.cpu() for tensor in (*tensors, total))
     measures = type(measures)(*(part.cpu() for part in measures))
-    expected = verified_states(*on_host, measures, total.cpu(), policy, **options)
+    expected = verified_states(ids, step, parent, alive, measures, total, policy, **options)
     last, finished, following = (part.tolist() for part in (found.last, found.finished, found.following))
     broken = found.host[:, 2].bool().tolist()
     wrong = [

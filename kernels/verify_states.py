@@ -27,8 +27,8 @@ def verify_states(
 
     The policy leads from state i to T(i), which has the tokens that it reveals. The walk moves from segment i to the
     first alive segment j with `ids[j] == T(i)` and `parent[j] == parent[i]` (and `step[j] == step[i] + 1` where steps
-    are compared); from a finished segment i to the first alive j with `parent[j] == i`. It ends after `block + 1` moves
-    at the latest, at the first state of the next block, behind which no plan goes.
+    are compared); from a finished segment i to the first alive j with `parent[j] == i`. It ends after `block + 1`
+    moves at the latest, at the first state of the next block, behind which no plan goes.
 
     Args:
         ids: `[rows, segments, block]` int64, -1 at masked positions. Segment 0 is certain.

@@ -4,7 +4,7 @@ That is verification. It works for chains and lattices, any policy, any temperat
 is lossless whatever was drafted: every transition it takes is the policy's own, on the backbone's own output.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ MASKED = -1
 
 
 class HostStates(NamedTuple):
-    """What the host reads of a round, int64; `split_host` takes it apart.
+    """What the host reads of a round, numpy int64; `split_host` takes it apart.
 
     Attributes:
         committed: `[rows]`: 1 where the walk passed or stopped at a finished segment.
@@ -27,15 +27,15 @@ class HostStates(NamedTuple):
         reached: `[rows, segments]`: 0 for a dead segment, 1 for an evaluated one, 2 for one that the walk visited.
     """
 
-    committed: Tensor
-    stopped_finished: Tensor
-    broken: Tensor
-    finished_at: Tensor
-    following: Tensor
-    finished_ids: Tensor
-    step: Tensor
-    parent: Tensor
-    reached: Tensor
+    committed: Any
+    stopped_finished: Any
+    broken: Any
+    finished_at: Any
+    following: Any
+    finished_ids: Any
+    step: Any
+    parent: Any
+    reached: Any
 
 
 class VerifiedStates(NamedTuple):
@@ -159,7 +159,7 @@ def _successors(
 
 
 def split_host(host: Tensor, block: int) -> HostStates:
-    """`VerifiedStates.host`, on whatever device, as its parts."""
+    """The parts of `VerifiedStates.host`, a copy of which has come to the CPU."""
     segments = (host.shape[1] - 4 - 2 * block) // 3
-    flags, following, finished_ids, *rest = host.split([4, block, block, *3 * [segments]], dim=1)
-    return HostStates(*flags.unbind(dim=1), following, finished_ids, *rest)
+    flags, *parts = (part.numpy() for part in host.split([4, block, block, *3 * [segments]], dim=1))
+    return HostStates(*flags.T, *parts)

@@ -300,6 +300,37 @@ def loss_cases() -> Iterator[Case]:
         )
 
 
+def verification_cases() -> Iterator[Case]:
+    """The eight states of a round: a policy that reveals one position a step, and one that weighs all of them."""
+    segments = 8
+    for strategy in ("low_confidence_static", "entropy_bounded"):
+        for rows in (1, 16):
+
+            def build(device: torch.device, strategy=strategy, rows=rows):
+                options = {"block_length": BLOCK, "mrp_mode": "none", "remasking_strategy": strategy}
+                shape = (rows, segments, BLOCK)
+                ids = torch.where(torch.rand(shape, device=device) < 0.5, -1, 7)
+                step, parent = (torch.full(shape[:2], number, device=device) for number in (0, -1))
+                alive = torch.ones(shape[:2], device=device, dtype=torch.bool)
+                measures = (torch.rand(shape, device=device) for _ in range(3))
+                statistics = mrp_kernels.PositionStatistics(torch.full(shape, 7, device=device), *measures)
+                policy = make_policy(resolve_options(options, MRPConfig()))
+                total = torch.rand(shape, device=device)
+                return (ids, step, parent, alive, statistics, total, policy), {"compare_steps": False}
+
+            # Of a segment: ids, token and four measures; step, parent, alive; the host's copy of these. Of a row: the
+            # known state, what follows it, the finished one, and the host's copy.
+            per_segment = BLOCK * (2 * 8 + 4 * 4) + 2 * 8 + 1 + 3 * 8
+            per_row = BLOCK * (6 * 8 + 3 * 4) + 8 * 8 + 1
+            yield Case(
+                "verify_states",
+                f"{rows} x {segments} x {BLOCK}, {strategy}",
+                build,
+                bytes_moved=rows * (segments * per_segment + per_row),
+                headline=rows == 1 and strategy == "low_confidence_static",
+            )
+
+
 def all_cases() -> Iterator[Case]:
     """Every case."""
     yield from statistics_cases()
@@ -308,3 +339,4 @@ def all_cases() -> Iterator[Case]:
     yield from input_cases()
     yield from lattice_cases()
     yield from loss_cases()
+    yield from verification_cases()

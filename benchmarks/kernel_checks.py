@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from mrp_kernels import PackedStates, RevealStatistics, Shortlist
+from mrp_kernels import PackedStates, RevealStatistics, Shortlist, VerifiedStates
 from mrp_kernels.packed_block_attention_torch import visibility_matrix
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from .kernel_references import (
     shortlist_corrected,
     shortlist_rest,
     statistics,
+    verified_states,
 )
 from .lattice_reference import differing_share, lattice
 
@@ -91,6 +92,21 @@ def _residual_kl(arguments: tuple, options: dict, found: Tensor) -> tuple[float,
     return _largest(found[:LOSS_ROWS].detach(), expected), 1e-2
 
 
+def _verify_states(arguments: tuple, options: dict, found: VerifiedStates) -> tuple[float, float]:
+    """How many rows differ: states are equal or they are not."""
+    *tensors, measures, total, policy = arguments
+    ids, step, parent, alive, total = (tensor.cpu() for tensor in (*tensors, total))
+    measures = type(measures)(*(part.cpu() for part in measures))
+    expected = verified_states(ids, step, parent, alive, measures, total, policy, **options)
+    last, finished, following = (part.tolist() for part in (found.last, found.finished, found.following))
+    broken = found.host[:, 2].bool().tolist()
+    wrong = [
+        (path[-1], *rest) != own
+        for (path, *rest), own in zip(expected, zip(last, finished, following, broken, strict=True), strict=True)
+    ]
+    return float(sum(wrong)), 0.0
+
+
 CHECKS: dict[str, Callable[[tuple, dict, Any], tuple[float, float]]] = {
     "reveal_statistics": _statistics,
     "packed_block_attention": _attention,
@@ -100,4 +116,5 @@ CHECKS: dict[str, Callable[[tuple, dict, Any], tuple[float, float]]] = {
     "qk_norm_rope": _qk_norm_rope,
     "lattice_states": _lattice_states,
     "residual_kl": _residual_kl,
+    "verify_states": _verify_states,
 }

@@ -4,7 +4,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from mrp_kernels import NoiseKey, RevealStatistics, Shortlist, gumbel_noise
+from mrp_kernels import NoiseKey, PositionStatistics, RevealRule, RevealStatistics, Shortlist, gumbel_noise
+from mrp_kernels.reveal_rule import Policy
 from torch import Tensor
 
 
@@ -156,3 +157,61 @@ def residual_kl(student: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     log_student = F.log_softmax(student.double() @ weight.double().T, dim=-1)
     log_target = F.log_softmax(target.double() @ weight.double().T, dim=-1)
     return (log_target.exp() * (log_target - log_student)).sum(dim=-1)
+
+
+def revealed(rule: RevealRule, statistics: PositionStatistics, masked: Tensor, step: int) -> list[int]:
+    """The positions that a rule reveals in one state, fields and `masked` `[block]`."""
+    places = masked.nonzero()[:, 0].tolist()
+    probability, log_odds, entropy = (part.tolist() for part in statistics[1:])
+    key = {"left": [0.0] * len(entropy), "entropy": entropy, "confidence": [-x for x in log_odds]}[rule.order]
+    if rule.resolution:
+        key = [-math.floor(p / rule.resolution) for p in probability] if rule.order == "confidence" else key
+        key = [math.floor(h / rule.resolution) for h in entropy] if rule.order == "entropy" else key
+    order = sorted(places, key=lambda b: (key[b], b))
+    if rule.entropy_bound is not None:
+        first = [entropy[b] for b in order]
+        excess = [sum(first[: n + 1]) - max(first[: n + 1]) for n in range(len(first))]
+        beyond = [n for n, value in enumerate(excess) if n and value > rule.entropy_bound]
+        return order[: min(beyond, default=len(order))]
+    count = max(1, rule.block // rule.steps + (step % rule.steps < rule.block % rule.steps))
+    above = [b for b in places if rule.threshold is not None and probability[b] > rule.threshold]
+    return above if rule.threshold is not None and len(above) >= min(count, len(places)) else order[:count]
+
+
+def verified_states(
+    ids: Tensor,
+    step: Tensor,
+    parent: Tensor,
+    alive: Tensor,
+    statistics: PositionStatistics,
+    log_sum_exp: Tensor,
+    policy: Policy,
+    *,
+    compare_steps: bool,
+) -> list[tuple[list[int], int, list[int], bool]]:
+    """Of each row: the segments walked through, the finished one (-1), what follows the last, and if it is broken."""
+    assert policy.rule is not None
+    found = []
+    for row in range(ids.shape[0]):
+        following = ids[row].clone()
+        for at in range(ids.shape[1]):
+            own = PositionStatistics(*(part[row, at] for part in statistics))
+            chosen = revealed(policy.rule, own, ids[row, at] == -1, int(step[row, at]))
+            following[at, chosen] = own.token[chosen]
+
+        def follows(j: int, at: int, row: int = row, following: Tensor = following) -> bool:
+            if not (alive[row, j] and alive[row, at]):
+                return False
+            if (ids[row, at] != -1).all():
+                return bool(parent[row, j] == at)
+            same = torch.equal(ids[row, j], following[at]) and parent[row, j] == parent[row, at]
+            return bool(same and (not compare_steps or step[row, j] == step[row, at] + 1))
+
+        path = [0]
+        while len(path) < ids.shape[2] + 2 and (after := [j for j in range(ids.shape[1]) if follows(j, path[-1])]):
+            path.append(after[0])
+        passed = [at for at in path if (ids[row, at] != -1).all()]
+        finite = log_sum_exp[row].isfinite().all(dim=1)
+        broken = not finite[alive[row]].all() or not finite[path[-1]]
+        found.append((path, passed[-1] if passed else -1, following[path[-1]].tolist(), broken))
+    return found

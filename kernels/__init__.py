@@ -27,6 +27,8 @@ else:
     from .reveal_statistics_torch import RevealStatistics
     from .shortlist_residual import shortlist, shortlist_residual
     from .shortlist_residual_torch import Shortlist
+    from .verify_states import verify_states
+    from .verify_states_torch import VerifiedStates, split_host
 
 __all__ = [
     "DraftStatistics",
@@ -37,6 +39,7 @@ __all__ = [
     "RevealRule",
     "RevealStatistics",
     "Shortlist",
+    "VerifiedStates",
     "gumbel_noise",
     "lattice_states",
     "mrp_input",
@@ -47,5 +50,7 @@ __all__ = [
     "reveal_statistics",
     "shortlist",
     "shortlist_residual",
+    "split_host",
+    "verify_states",
     "visibility_bits",
 ]

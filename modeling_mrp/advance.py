@@ -1,11 +1,12 @@
-"""From a known state to the next certain one: what each decoding mode commits after a backbone forward.
+"""From a known state to the next certain one: what a decoding mode commits after a backbone forward.
 
-`none` and `speculative` commit what the policy reveals. `direct` adds K picks of the head. `remask` masks the doubtful
-reveals again. To add a mode, add a class with `__call__` and its name in `ADVANCES`.
+`none` and `speculative` commit what the policy reveals, which verification has found already. `direct` adds K picks of
+the head. `remask` masks the doubtful reveals again. To add such a mode, add a class with `__call__` and its name in
+`ADVANCES`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class KnownState:
         ids: `[rows, block]` int64, -1 at masked positions.
         start, step: `[rows]` int64.
         hidden: `[rows, block, hidden]`; logits: `[rows, block, vocab]`.
-        statistics: of the logits at the state's own step.
+        choice: statistics of the logits at the state's own step, fields `[rows, block]`.
+        following: `[rows, block]` int64: the state with what the policy reveals there.
         row_key: `[rows]` int64, the row part of the noise's key.
         longest, ragged: the largest start, and whether the starts differ (host values).
     """
@@ -37,33 +39,31 @@ class KnownState:
     step: Tensor
     hidden: Tensor
     logits: Tensor
-    statistics: TokenStatistics
+    choice: PositionStatistics
+    following: Tensor
     row_key: Tensor
     longest: int
     ragged: bool
 
     def keep(self, rows: Tensor, longest: int, ragged: bool) -> "KnownState":
         """Only the rows `rows` `[m]`, whose prefixes are `longest` at most and `ragged` or not."""
-        choice = PositionStatistics(*(part[rows] for part in self.statistics.choice))
-        rest: Any = (part[rows] for part in self.statistics[1:])
+        choice = PositionStatistics(*(part[rows] for part in self.choice))
         tensors = {name: getattr(self, name)[rows] for name in _ROW_FIELDS}
-        return KnownState(**tensors, statistics=TokenStatistics(choice, *rest), longest=longest, ragged=ragged)
+        return KnownState(**tensors, choice=choice, longest=longest, ragged=ragged)
 
 
-_ROW_FIELDS = ("ids", "start", "step", "hidden", "logits", "row_key")
+_ROW_FIELDS = ("ids", "start", "step", "hidden", "logits", "following", "row_key")
 
 
-@dataclass
-class NextState:
-    """The next certain state: ids and source `[rows, block]` int64 (0 backbone, k head step), taken_back `[rows]`."""
+class NextState(NamedTuple):
+    """The next certain state: ids and source `[rows, block]` int64 (0 backbone, k head step; `None`: all backbone)."""
 
     ids: Tensor
-    source: Tensor
-    taken_back: Tensor
+    source: Tensor | None = None
 
 
-class PolicyAdvance:
-    """Commits what the policy reveals (`none`, `speculative`).
+class Advance:
+    """What a mode makes of the state that the policy leads to.
 
     Args:
         model: an `MRPForCausalLM`.
@@ -79,10 +79,8 @@ class PolicyAdvance:
         self.model, self.options, self.policy, self.runner, self.seed = model, options, policy, runner, seed
 
     def __call__(self, known: KnownState) -> NextState:
-        choice = known.statistics.choice
-        revealed = self.policy.select(choice, known.ids == MASKED, known.step)
-        ids = torch.where(revealed, choice.token, known.ids)
-        return NextState(ids, torch.zeros_like(ids), torch.zeros_like(known.start))
+        """The next certain state; that of a finished block is the block itself."""
+        raise NotImplementedError
 
     def statistics(self, logits: Tensor, known: KnownState, step: Tensor) -> TokenStatistics:
         """Statistics of corrected logits `[rows, block, vocab]` at step `step` `[rows]`."""
@@ -91,13 +89,12 @@ class PolicyAdvance:
         return token_statistics(logits, self.options, key, entropy=self.policy.uses_entropy)
 
 
-class DirectAdvance(PolicyAdvance):
+class DirectAdvance(Advance):
     """Adds K unverified picks from the head's chain (from the backbone's own logits with the zero drafter)."""
 
     def __call__(self, known: KnownState) -> NextState:
-        following = super().__call__(known)
-        ids, source, accumulated = following.ids, following.source, known.hidden[:, None]
-        logits = known.logits
+        ids, logits, accumulated = known.following, known.logits, known.hidden[:, None]
+        source = torch.zeros_like(ids)
         for k in range(1, self.options.steps + 1):
             if not bool((ids == MASKED).any()):
                 break
@@ -109,16 +106,16 @@ class DirectAdvance(PolicyAdvance):
             key = self.policy.order_key(choice).masked_fill(~masked, -torch.inf)
             picked = (rank_of(key) < self.options.direct_tokens) & masked
             ids, source = torch.where(picked, choice.token, ids), torch.where(picked, k, source)
-        return NextState(ids, source, following.taken_back)
+        return NextState(ids, source)
 
 
-class RemaskAdvance(PolicyAdvance):
+class RemaskAdvance(Advance):
     """Masks again what the remask rule does not keep, by one head pass."""
 
     def __call__(self, known: KnownState) -> NextState:
-        options, choice, runner = self.options, known.statistics.choice, self.runner
+        options, choice, runner = self.options, known.choice, self.runner
         assert runner is not None
-        revealed = self.policy.select(choice, known.ids == MASKED, known.step)
+        revealed = known.following != known.ids
 
         def head_pass(states: Tensor) -> Tensor:
             hidden = known.hidden[:, None].expand(-1, states.shape[1], -1, -1)
@@ -131,13 +128,10 @@ class RemaskAdvance(PolicyAdvance):
             kept = keep_by_confidence(*rows, head_pass, options.threshold)
         else:
             kept = keep_by_cross(*rows, self.policy.order_key(choice), head_pass, options.threshold)
-        ids = torch.where(kept, choice.token, known.ids)
-        return NextState(ids, torch.zeros_like(ids), (revealed & ~kept).sum(dim=1))
+        return NextState(torch.where(kept, choice.token, known.ids))
 
 
-ADVANCES: dict[str, type[PolicyAdvance]] = {
-    "none": PolicyAdvance,
-    "speculative": PolicyAdvance,
+ADVANCES: dict[str, type[Advance]] = {
     "direct": DirectAdvance,
     "remask": RemaskAdvance,
 }

@@ -3,7 +3,7 @@
 One round: plan the segments (the certain next state, drafts, the next block's first state beside a finished one), run
 one packed backbone forward, walk, commit finished blocks from the very forward that evaluated them, and let the mode
 say what is certain next. No forward stores a block, seeds a draft or advances a row that has ended. The device is
-asked once a round, for the ids that decide where rows end.
+asked once a round, for what was verified; a second time where the mode makes something else of it.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .advance import ADVANCES, KnownState
-from .decode_state import Counters, DecodeState, select_segment
+from .advance import ADVANCES, KnownState, NextState
+from .decode_state import Counters, DecodeState
 from .draft_budget import draft_budget
 from .draft_lattice import DraftCalibration, LatticePlanner
 from .drafters import Drafter
@@ -23,12 +23,13 @@ from .head_runner import HeadRunner
 from .lattice_states_torch import DraftStatistics
 from .packed_attention import prefer_packed_attention
 from .packed_cache import PackedCache
-from .packed_forward import MASKED, PackedStack, Segments, fill_masked
+from .packed_forward import MASKED, PackedStack, Segments, fill_masked, select_segment
 from .prefill import prefill
 from .prefix_handle import PrefixHandle
 from .reveal_policies import make_policy
 from .token_statistics import BrokenLogitsError, DrawKey, TokenStatistics, token_statistics
-from .walk import walk_states
+from .verify_states import verify_states
+from .verify_states_torch import HostStates, VerifiedStates, split_host
 
 
 class DecodeEngine:
@@ -71,8 +72,8 @@ class DecodeEngine:
             self.runner = HeadRunner(model, options, capacity) if needs_head else None
         else:
             self.stack, self.runner = caches
-        advances = ADVANCES[options.mode]
-        self.advance = advances(model, options, self.policy, self.runner, seed)
+        advance = ADVANCES.get(options.mode)
+        self.advance = None if advance is None else advance(model, options, self.policy, self.runner, seed)
         calibration = DraftCalibration.from_config(model.config.draft_calibration)
         chain = options.draft_shape == "chain"
         self.planner = LatticePlanner(self.policy, calibration, block, self.device, chain, options.kernels)
@@ -135,108 +136,117 @@ class DecodeEngine:
     def _forward(self, segments: Segments) -> tuple[Tensor, Tensor, TokenStatistics]:
         """Evaluates the segments: hidden `[rows, segments, block, hidden]`, logits, and their statistics."""
         state = self.state
-        rows, count, block = segments.ids.shape
         arguments = self.stack.arguments(segments.visible, state.start, state.longest, state.ragged)
         filled = fill_masked(segments.ids, self.options.mask_token_id).flatten(1)
-        hidden = self.model.backbone(filled, self.stack.positions(segments.start), **arguments)
-        hidden = hidden.view(rows, count, block, -1)
+        positions = self.stack.positions(segments.start)
+        hidden = self.model.backbone(filled, positions, **arguments).view(*segments.ids.shape, -1)
         logits = self.model.lm_head(hidden)
-        self.counters.count_forward(state.index, segments.alive)
-        positions = segments.start[..., None] + torch.arange(block, device=logits.device)
-        key = DrawKey(self.seed, state.row_key[:, None, None], positions, segments.step[..., None])
+        self.counters.count_forward(state.index)
+        key = DrawKey(
+            self.seed, state.row_key[:, None, None], positions.view_as(segments.ids), segments.step[..., None]
+        )
         return hidden, logits, token_statistics(logits, self.options, key, entropy=self.policy.uses_entropy)
 
     def _settle(self, segments: Segments, hidden: Tensor, logits: Tensor, statistics: TokenStatistics) -> None:
         """Walks, commits, advances, and lets ended rows leave."""
         state = self.state
-        choice = statistics.choice
-        reveal = self.policy.select(choice, segments.ids == MASKED, segments.step)
-        following = torch.where(reveal, choice.token, segments.ids)
-        walk = walk_states(segments, following, self.compare_steps)
-        if self.speculative:
-            self.counters.count_walk(state.index, segments, walk)
+        found = verify_states(
+            segments.ids, segments.step, segments.parent, segments.alive, statistics.choice, statistics.log_sum_exp,
+            self.policy, compare_steps=self.compare_steps, kernels=self.options.kernels,
+        )  # fmt: skip
+        host = split_host(self._to_host(found.host), state.block)
+        self.counters.count_states(state.index, host)
+        self._commit(found, host, hidden)
 
-        row = torch.arange(state.rows, device=self.device)
-        committed = walk.finished >= 0
-        at = walk.finished.clamp(min=0)
-        finished_ids = segments.ids[row, at]
-        last = walk.last
-        stopped_finished = committed & (last == walk.finished)
-        known = KnownState(
-            ids=segments.ids[row, last],
-            start=segments.start[row, last],
-            step=segments.step[row, last],
-            hidden=hidden[row, last],
-            logits=logits[row, last],
-            statistics=select_segment(statistics, row, last),
+        known = None if self.options.mode == "none" else self._known(found, hidden, logits)
+        following, first_host = self._advance(known, found, host)
+        first, fresh = following.ids, host.stopped_finished.astype(bool)
+        if fresh.any():
+            # A row that stopped at a finished block begins the next one; nothing of it is known yet.
+            first = torch.where(found.continues[:, None], first, MASKED)
+            first_host = np.where(fresh[:, None], MASKED, first_host)
+        self.counters.trace(state, found.finished, found.finished_ids, first, following.source)
+        state.first, state.step, state.basis, state.has_basis = first, found.following_step, known, found.continues
+        state.any_basis = not fresh.all()
+        self._end_rows(first_host, host)
+
+    def _known(self, found: VerifiedStates, hidden: Tensor, logits: Tensor) -> KnownState:
+        """The state at which the walk stopped, over the rows' prefixes after the commit."""
+        state = self.state
+        return KnownState(
+            ids=found.ids,
+            # Rows that stopped at a finished block have moved on; the head must see every row's own prefix.
+            start=state.start,
+            step=found.step,
+            hidden=select_segment(hidden, state.row, found.last),
+            logits=select_segment(logits, state.row, found.last),
+            choice=found.choice,
+            following=found.following,
             row_key=state.row_key,
-            longest=0,  # set once finished blocks are committed
-            ragged=False,
+            longest=state.longest,
+            ragged=state.ragged,
         )
-        broken = ~torch.isfinite(known.statistics.log_sum_exp).all(dim=1)
-        finite = torch.isfinite(statistics.log_sum_exp).all(dim=2) | ~segments.alive
-        broken |= ~finite.all(dim=1)
-        sync = torch.stack([committed.long(), stopped_finished.long(), broken.long(), at], dim=1).cpu().numpy()
-        self._commit(sync, at, finished_ids, hidden[row, at], committed)
-        # Rows that stopped at a finished block have moved on; the head must see every row's own prefix.
-        known.start, known.longest, known.ragged = state.start, state.longest, state.ragged
 
-        before = self.runner.passes if self.runner is not None else 0
-        following_state = self.advance(known)
-        if self.runner is not None:
-            self.counters.head_passes[state.index] += self.runner.passes - before
-        self.counters.count_taken_back(state.index, following_state)
-        # A row that stopped at a finished block begins the next one; nothing of it is known yet.
-        fresh = stopped_finished
-        first = torch.where(fresh[:, None], MASKED, following_state.ids)
-        step = torch.where(fresh, 0, known.step + 1)
-        self.counters.trace(state, finished_ids, committed, first, following_state.source, fresh)
-        state.first, state.step, state.basis, state.has_basis = first, step, known, ~fresh
-        state.any_basis = not sync[:, 1].all()
-        self._end_rows(*self._to_host(first, finished_ids), sync)
+    def _advance(
+        self, known: KnownState | None, found: VerifiedStates, host: HostStates
+    ) -> tuple[NextState, np.ndarray]:
+        """The next certain state, and its ids on the host: the policy's, or what the mode makes of it."""
+        if self.advance is None or known is None:
+            return NextState(found.following), host.following
+        before = self.drafter.passes
+        following = self.advance(known)
+        self.counters.head_passes[self.state.index] += self.drafter.passes - before
+        ids = self._to_host(following.ids).numpy()
+        self.counters.count_taken_back(self.state.index, host.following, ids)
+        return following, ids
 
-    def _to_host(self, first: Tensor, finished: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Both `[rows, block]` in one copy, with the head's flag; nothing that a broken head chose is handed out."""
-        flag = torch.zeros_like(first[:, :1])
-        if self.runner is not None and self.runner.broken is not None:
-            flag = flag + self.runner.broken
-        host = torch.cat([first, finished, flag], dim=1).cpu().numpy()
+    def _to_host(self, columns: Tensor) -> Tensor:
+        """`columns` `[rows, n]` int64 on the CPU, in one copy with the head's flag.
+
+        Nothing that a broken head chose is handed out.
+        """
+        broken = None if self.runner is None else self.runner.take_broken()
+        if broken is None:
+            return columns.cpu()
+        host = torch.cat([columns, broken.expand(len(columns), 1)], dim=1).cpu()
         if host[0, -1]:
             raise BrokenLogitsError(
                 "the MRP head produced NaN or infinite values; allowed: finite numbers. Check the head's weights "
                 "(train or load it again), use drafter='zero' or mrp_mode='none', or a wider dtype."
             )
-        block = first.shape[1]
-        return host[:, :block], host[:, block:-1]
+        return host[:, :-1]
 
-    def _commit(self, sync: np.ndarray, at: Tensor, ids: Tensor, hidden: Tensor, committed: Tensor) -> None:
+    def _commit(self, found: VerifiedStates, host: HostStates, hidden: Tensor) -> None:
         """Makes finished blocks part of their rows' prefixes, for backbone and head."""
         state, block = self.state, self.options.block_length
-        if sync[:, 2].any():
+        if host.broken.any():
             raise BrokenLogitsError(
-                f"the model produced NaN or infinite logits in row {int(state.index[int(sync[:, 2].argmax())])}; "
+                f"the model produced NaN or infinite logits in row {int(state.index[int(host.broken.argmax())])}; "
                 "allowed: finite numbers. Check the weights (backbone and MRP head), and use dtype=torch.bfloat16 or "
                 "float32 if float16 overflows."
             )
-        if not sync[:, 0].any():
+        committed_host = host.committed.astype(bool)
+        if not committed_host.any():
             return
-        rows = torch.from_numpy(np.flatnonzero(sync[:, 0])).to(self.device)
+        committed, at = found.finished >= 0, found.finished.clamp(min=0)
         scratch = self.stack.cache.scratch
-        in_place = (sync[:, 3] == 0) & (state.start_host == scratch)
-        if not in_place[sync[:, 0] == 1].all():
+        in_place = (host.finished_at == 0) & (state.start_host == scratch)
+        if not in_place[committed_host].all():
+            rows = torch.from_numpy(np.flatnonzero(committed_host)).to(self.device)
             self.stack.cache.commit(scratch + at[rows] * block, state.start[rows], rows, block)
         if self.runner is not None:
-            self.runner.remember(committed, ids, hidden, state.start, state.longest, state.ragged)
-        state.add_block(committed, sync[:, 0].astype(bool))
+            finished = select_segment(hidden, state.row, at)
+            self.runner.remember(committed, found.finished_ids, finished, state.start, state.longest, state.ragged)
+        state.add_block(committed, committed_host)
 
-    def _end_rows(self, first: np.ndarray, finished: np.ndarray, sync: np.ndarray) -> None:
+    def _end_rows(self, first: np.ndarray, host: HostStates) -> None:
         """Hands newly revealed tokens to the end conditions and drops the rows that have ended."""
         state, block = self.state, self.options.block_length
         state.first_host = first
         for place, index in enumerate(state.index.tolist()):
             row, start = self.ends.rows[index], int(state.start_host[place])
-            if sync[place, 0]:
-                self.ends.extend(index, finished[place][len(row.prompt) + len(row.tokens) - start + block :])
+            if host.committed[place]:
+                self.ends.extend(index, host.finished_ids[place][len(row.prompt) + len(row.tokens) - start + block :])
             if row.ended:
                 continue
             rest = first[place][len(row.prompt) + len(row.tokens) - start :]

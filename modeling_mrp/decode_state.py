@@ -1,17 +1,15 @@
 """What the decode engine keeps of its rows between two forwards, and what it counts."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .advance import KnownState, NextState
+from .advance import KnownState
 from .generation_config_mrp import DecodingOptions
-from .packed_forward import MASKED, Segments
-from .token_statistics import TokenStatistics
-from .walk import Walk
+from .packed_forward import MASKED
+from .verify_states_torch import HostStates
 
 
 @dataclass
@@ -20,6 +18,7 @@ class DecodeState:
 
     Attributes:
         index: `[rows]` numpy, each row's place in the batch that `generate` was given.
+        row: `[rows]` int64: 0, 1, ..., for indexing.
         row_key: `[rows]` int64, the row part of the noise's key.
         first: `[rows, block]` int64: the certain next state, -1 at masked positions.
         start: `[rows]` int64: its first position, which is also the length of the row's committed prefix.
@@ -32,6 +31,7 @@ class DecodeState:
     """
 
     index: np.ndarray
+    row: Tensor
     row_key: Tensor
     first: Tensor
     first_host: np.ndarray
@@ -56,6 +56,7 @@ class DecodeState:
         start = torch.tensor(starts, device=device)
         return cls(
             index=np.arange(len(prompts)),
+            row=torch.arange(len(prompts), device=device),
             row_key=row_key,
             first=first,
             first_host=first.cpu().numpy(),
@@ -91,7 +92,7 @@ class DecodeState:
     def keep(self, kept: Tensor, kept_host: list[int]) -> None:
         """Keeps only the rows `kept` `[m]`, in that order."""
         self.index, self.start_host = self.index[kept_host], self.start_host[kept_host]
-        self.first_host = self.first_host[kept_host]
+        self.first_host, self.row = self.first_host[kept_host], self.row[: len(kept_host)]
         self.row_key, self.first, self.start = self.row_key[kept], self.first[kept], self.start[kept]
         self.step, self.has_basis = self.step[kept], self.has_basis[kept]
         if self.basis is not None and kept_host:
@@ -111,10 +112,10 @@ class Counters:
         self.streamed = 0
         self.backbone_forwards = np.zeros(rows, dtype=np.int64)
         self.head_passes = np.zeros(rows, dtype=np.int64)
-        self.segments = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.reveals_taken_back = torch.zeros_like(self.segments)
-        self.drafts_proposed = torch.zeros(rows, depths, dtype=torch.int64, device=device)
-        self.drafts_accepted = torch.zeros_like(self.drafts_proposed)
+        self.segments = np.zeros(rows, dtype=np.int64)
+        self.reveals_taken_back = np.zeros(rows, dtype=np.int64)
+        self.drafts_proposed = np.zeros((rows, depths), dtype=np.int64)
+        self.drafts_accepted = np.zeros((rows, depths), dtype=np.int64)
         # step and source of every reveal, [2, rows, positions]
         self.reveals = torch.full((2, rows, trace_length), -1, device=device) if trace_length else None
 
@@ -125,41 +126,47 @@ class Counters:
         trace_length = (-(-longest // block) + 1) * block if options.trace else 0
         return cls(rows, block + 1, trace_length, device)
 
-    def count_forward(self, index: np.ndarray, alive: Tensor) -> None:
+    def count_forward(self, index: np.ndarray) -> None:
         self.total_forwards += 1
         self.backbone_forwards[index] += 1
-        rows = torch.from_numpy(index).to(alive.device)
-        self.segments.index_add_(0, rows, alive.sum(dim=1))
 
-    def count_walk(self, index: np.ndarray, segments: Segments, walk: Walk) -> None:
-        """Drafts by depth: reveals beyond the certain first state; what rides with a certain state is no draft."""
-        if segments.ids.shape[1] < 2:
-            return
-        depth = segments.step - segments.step[:, :1]
-        mother = depth.gather(1, segments.parent.clamp(min=0))
-        depth = torch.where(segments.parent >= 0, mother + 1, depth)
-        draft = segments.alive & (segments.parent != 0)
-        draft[:, 0] = False
-        rows = torch.from_numpy(index).to(depth.device)
-        slot = depth.sub(1).clamp(0, self.drafts_proposed.shape[1] - 1)
-        counts = torch.zeros((depth.shape[0], self.drafts_proposed.shape[1]), dtype=torch.int64, device=depth.device)
-        self.drafts_proposed.index_add_(0, rows, counts.scatter_add(1, slot, draft.long()).clamp(max=1))
-        self.drafts_accepted.index_add_(0, rows, counts.scatter_add(1, slot, (draft & walk.visited).long()))
+    def count_states(self, index: np.ndarray, host: HostStates) -> None:
+        """Evaluated segments, and drafts by depth: reveals beyond the certain first state.
 
-    def count_taken_back(self, index: np.ndarray, following: NextState) -> None:
-        rows = torch.from_numpy(index).to(following.taken_back.device)
-        self.reveals_taken_back.index_add_(0, rows, following.taken_back)
+        What rides along with a certain state is no draft.
+        """
+        alive = host.reached > 0
+        self.segments[index] += alive.sum(axis=1)
+        depth = host.step - host.step[:, :1]
+        mother = np.take_along_axis(depth, host.parent.clip(min=0), axis=1)
+        depth = np.where(host.parent >= 0, mother + 1, depth)
+        row, at = np.nonzero(alive[:, 1:] & (host.parent[:, 1:] != 0))
+        at += 1
+        slot = (depth[row, at] - 1).clip(0, self.drafts_proposed.shape[1] - 1)
+        proposed = np.zeros((len(index), self.drafts_proposed.shape[1]), dtype=bool)
+        proposed[row, slot] = True
+        self.drafts_proposed[index] += proposed
+        np.add.at(self.drafts_accepted, (index[row], slot), host.reached[row, at] == 2)
 
-    def trace(
-        self, state: DecodeState, finished: Tensor, committed: Tensor, first: Tensor, source: Tensor, fresh: Tensor
-    ) -> None:
-        """Records which tokens this forward revealed; `state` has its new prefix and still its old `first`."""
+    def count_taken_back(self, index: np.ndarray, revealed: np.ndarray, kept: np.ndarray) -> None:
+        """Of two states `[rows, block]`: positions that the policy revealed and the mode has masked again."""
+        self.reveals_taken_back[index] += ((revealed != MASKED) & (kept == MASKED)).sum(axis=1)
+
+    def trace(self, state: DecodeState, finished: Tensor, ids: Tensor, first: Tensor, source: Tensor | None) -> None:
+        """Records which tokens this forward revealed; `state` has its new prefix and still its old `first`.
+
+        Args:
+            finished: `[rows]` int64, -1 where no block was finished; ids: `[rows, block]` of those that were.
+            first: `[rows, block]` int64, the new certain state; source: as in `NextState`.
+        """
         if self.reveals is None:
             return
+        committed = finished >= 0
+        source = torch.zeros_like(first) if source is None else source
         span = torch.arange(state.block, device=first.device)
         rows = torch.from_numpy(state.index).to(first.device)[:, None]
         before = state.start - state.block * committed
-        now = torch.where(committed[:, None], finished, first)
+        now = torch.where(committed[:, None], ids, first)
         parts = (
             (before, (state.first == MASKED) & (now != MASKED), source * ~committed[:, None]),
             (state.start, (first != MASKED) & committed[:, None], source),
@@ -169,10 +176,3 @@ class Counters:
             step = torch.full_like(positions, self.total_forwards - 1)
             old = self.reveals[:, rows, positions]
             self.reveals[:, rows, positions] = torch.where(revealed, torch.stack([step, origin]), old)
-
-
-def select_segment(statistics: TokenStatistics, row: Tensor, at: Tensor) -> TokenStatistics:
-    """The statistics `[rows, block]` of segment `at` `[rows]` of every row."""
-    choice = type(statistics.choice)(*(part[row, at] for part in statistics.choice))
-    rest: Any = (part[row, at] for part in statistics[1:])
-    return TokenStatistics(choice, *rest)

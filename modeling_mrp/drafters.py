@@ -93,7 +93,7 @@ class Drafter:
         weight = self.head_weights[min(index, len(self.head_weights) - 1)]
         if self.runner is None or weight == 1.0:
             return statistics
-        before = known.statistics.choice
+        before = known.choice
         mixed = torch.lerp(before.log_odds, statistics.log_odds, weight)
         log_odds = torch.where(before.token == statistics.token, mixed, statistics.log_odds)
         return statistics._replace(log_odds=log_odds, probability=torch.sigmoid(log_odds))

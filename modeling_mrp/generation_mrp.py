@@ -258,11 +258,11 @@ def _describe(
         backbone_forwards=forwards,
         total_forwards=counters.total_forwards,
         prefill_forwards=counters.prefill_forwards,
-        segments=counters.segments.cpu(),
+        segments=torch.from_numpy(counters.segments),
         head_passes=torch.from_numpy(counters.head_passes),
-        drafts_proposed=counters.drafts_proposed.cpu(),
-        drafts_accepted=counters.drafts_accepted.cpu(),
-        reveals_taken_back=counters.reveals_taken_back.cpu(),
+        drafts_proposed=torch.from_numpy(counters.drafts_proposed),
+        drafts_accepted=torch.from_numpy(counters.drafts_accepted),
+        reveals_taken_back=torch.from_numpy(counters.reveals_taken_back),
         order="stable" if options.resolution > 0 else "published",
     )
     if counters.reveals is not None:

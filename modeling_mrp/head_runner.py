@@ -106,6 +106,11 @@ class HeadRunner:
             self.waiting = None
         return self._watched(after)
 
+    def take_broken(self) -> Tensor | None:
+        """Whether any output since the last call of this was NaN or infinite, bool `[]`; `None` if there was none."""
+        broken, self.broken = self.broken, None
+        return broken
+
     def _watched(self, after: Tensor) -> Tensor:
         broken = ~torch.isfinite(after).all()
         self.broken = broken if self.broken is None else self.broken | broken

@@ -109,6 +109,11 @@ class PackedStack:
         return (start[..., None] + torch.arange(self.block, device=start.device)).flatten(1)
 
 
+def select_segment(values: Tensor, row: Tensor, at: Tensor) -> Tensor:
+    """Segment `at` `[rows]` of every row: `[rows, segments, ...]` -> `[rows, ...]`; `row` counts the rows."""
+    return values[:, 0] if values.shape[1] == 1 else values[row, at]
+
+
 def fill_masked(ids: Tensor, mask_token_id: int) -> Tensor:
     """Ids as the model reads them: the mask token at masked positions."""
     return ids.masked_fill(ids == MASKED, mask_token_id)

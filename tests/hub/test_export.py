@@ -64,8 +64,8 @@ def test_a_clean_interpreter_generates_the_same_ids_in_every_mode(converted, exp
 def test_a_broken_folder_does_not_pass_the_check(exported, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(exported, folder)
-    (folder / "walk.py").unlink()
-    with pytest.raises(HubError, match=r"does not work in a clean interpreter:(.|\n)*walk"):
+    (folder / "advance.py").unlink()
+    with pytest.raises(HubError, match=r"does not work in a clean interpreter:(.|\n)*advance"):
         check_folder(folder)
 
 

@@ -83,7 +83,7 @@ def test_push_load_by_id_and_load_offline(hub, converted, exported, tmp_path):
     pushed = hub.repositories["somebody/exported"]
     assert {p.name for p in exported.iterdir()} <= set(pushed)
     assert pushed["model.safetensors"] == (exported / "model.safetensors").read_bytes()
-    assert "walk.py" in hub.repositories["somebody/pushed"]
+    assert "verify_states.py" in hub.repositories["somebody/pushed"]
     assert json.loads(hub.repositories["somebody/pushed"]["generation_config.json"])["mrp_mode"] == "speculative"
 
     names = ("somebody/exported", "somebody/pushed")

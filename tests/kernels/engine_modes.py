@@ -26,7 +26,7 @@ MODES = {
     "remask": {"mrp_mode": "remask", "confidence_threshold": 0.02},
     "block": {"mrp_mode": "speculative", "draft_states": 3, "mrp_context": "block"},
 }
-EVERYWHERE = {"reveal_statistics", "packed_block_attention", "qk_norm_rope"}
+EVERYWHERE = {"reveal_statistics", "packed_block_attention", "qk_norm_rope", "verify_states"}
 DRAFTING = EVERYWHERE | {"mrp_input", "lattice_states"}
 CALLED = {
     **dict.fromkeys(MODES, DRAFTING),
@@ -46,6 +46,7 @@ LAUNCHERS = {
     "qk_norm_rope": "mrp_input_triton.qk_norm_rope_triton",
     "lattice_states": "lattice_states_triton.lattice_states_triton",
     "residual_kl": "residual_kl_triton.residual_kl_triton",
+    "verify_states": "verify_states_triton.verify_states_triton",
 }
 
 

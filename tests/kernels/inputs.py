@@ -94,7 +94,7 @@ POLICIES = (
 )
 
 
-def policy_of(block: int, **options: object) -> RevealPolicy:
+def policy_with(block: int, **options: object) -> RevealPolicy:
     return make_policy(resolve_options({"mrp_mode": "none", "block_length": block} | options, random_config()))
 
 
@@ -129,3 +129,52 @@ def lattice_inputs(block: int, depths: int, passes: int, trajectories: int | Non
             flips=draw(trajectories, block),
         )
     return (first, start, step, drafted, drafts), options
+
+
+STRATEGIES = ("low_confidence_static", "low_confidence_dynamic", "sequential", "entropy_bounded")
+# segments, block, steps: odd blocks, several reveals a step, uneven schedules, one segment.
+VERIFICATIONS = ((1, 4, 4), (2, 3, 3), (5, 4, 2), (5, 16, 16), (16, 16, 5), (7, 3, 2), (16, 4, 4))
+
+
+def policy_of(strategy: str, block: int, steps: int, resolution: float = 0.0, threshold: float = 0.5) -> RevealPolicy:
+    options = {"block_length": block, "denoising_steps": steps, "remasking_strategy": strategy, "entropy_bound": 0.75}
+    options |= {"confidence_threshold": threshold, "confidence_resolution": resolution, "mrp_mode": "none"}
+    return make_policy(resolve_options(options, random_config()))
+
+
+def statistics_of(*shape: int, generator: torch.Generator) -> PositionStatistics:
+    """Few tokens and coarse measures, so that states meet, ties occur, and sums are exact."""
+    probability, entropy = (torch.randint(1, 16, shape, generator=generator) / 16 for _ in range(2))
+    token = torch.randint(0, 3, shape, generator=generator)
+    return PositionStatistics(token, probability, torch.logit(probability), 2 * entropy)
+
+
+def verification_inputs(policy: RevealPolicy, rows: int, segments: int, block: int) -> tuple:
+    """`verify_states`' tensors: mostly states that follow from one another, in any order, some of them dead."""
+    generator = torch.Generator().manual_seed(segments * 100 + block)
+    draw = lambda *shape: torch.rand(*shape, generator=generator)  # noqa: E731
+    statistics = statistics_of(rows, segments, block, generator=generator)
+    ids = torch.randint(0, 3, (rows, segments, block), generator=generator)
+    ids[draw(rows, segments, block) < 0.4] = -1
+    ids[0, 0] = 1  # certain and finished
+    step, parent = torch.zeros(rows, segments, dtype=torch.int64), torch.full((rows, segments), -1)
+    for row in range(rows):
+        order = [0, *(1 + torch.randperm(segments - 1, generator=generator)).tolist()]
+        for place in range(1, segments):
+            child, mother = order[place], order[max(0, place - 1 - int(1.5 * draw(1)))]
+            masked = ids[row, mother] == -1
+            if not masked.any():
+                ids[row, child], parent[row, child] = -1, mother
+                continue
+            parent[row, child], step[row, child] = parent[row, mother], step[row, mother] + 1 + (draw(1) < 0.1)
+            if draw(1) < 0.9:
+                own = PositionStatistics(*(part[row, mother] for part in statistics))
+                reveal = policy.select(own, masked, step[row, mother])
+                ids[row, child] = torch.where(reveal, own.token, ids[row, mother])
+    alive = draw(rows, segments) < 0.95
+    alive[:, 0] = True
+    if rows > 4:
+        alive[4, 0] = False
+    log_sum_exp = torch.randn(rows, segments, block, generator=generator)
+    log_sum_exp[1 % rows, 0, 0] = torch.inf
+    return ids, step, parent, alive, statistics, log_sum_exp

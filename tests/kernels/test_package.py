@@ -129,7 +129,7 @@ def test_transformers_accepts_the_files_as_remote_code(tmp_path):
     model = tmp_path / "modeling_probe.py"
     names = (
         "reveal_statistics", "packed_block_attention", "shortlist_residual", "mrp_input", "lattice_states",
-        "residual_kl",
+        "residual_kl", "verify_states",
     )  # fmt: skip
     model.write_text("".join(f"from .{name} import {name}\n" for name in names))
     closure = {Path(path).name for path in utilities.get_relative_import_files(model)}

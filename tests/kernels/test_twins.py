@@ -5,12 +5,16 @@ import torch
 from inputs import (
     ATTENTION_SHAPES,
     POLICIES,
+    STRATEGIES,
+    VERIFICATIONS,
     attention_inputs,
     inside_nan,
     lattice_inputs,
     logits_of,
     noise_of,
     policy_of,
+    policy_with,
+    verification_inputs,
 )
 from mrp_kernels import (
     gumbel_noise,
@@ -22,6 +26,8 @@ from mrp_kernels import (
     reveal_statistics,
     shortlist,
     shortlist_residual,
+    split_host,
+    verify_states,
     visibility_bits,
 )
 
@@ -272,7 +278,7 @@ def test_loss_at_the_full_vocabulary_and_without_a_gradient():
 def test_lattice_states(policy, block, depth, budget, depths, passes, trajectories):
     """Against sets and counts: order of choice, shared states, the state that rides along, depth by depth."""
     arguments, options = lattice_inputs(block, depths, passes, trajectories)
-    options |= {"policy": policy_of(block, **policy), "depth": depth, "budget": budget}
+    options |= {"policy": policy_with(block, **policy), "depth": depth, "budget": budget}
     found = lattice_states(*arguments, **options)
     first, start, step, drafted, drafts = arguments
     expected = lattice(first, drafted, drafts, step=step, perturbation=options.pop("perturbation", None), **options)
@@ -299,6 +305,58 @@ def test_lattice_states(policy, block, depth, budget, depths, passes, trajectori
 )
 def test_lattice_states_refuses_what_does_not_fit(changes, message):
     arguments, options = lattice_inputs(4, 1, 1, None)
-    options |= {"policy": policy_of(4), "depth": 3, "budget": 4} | changes
+    options |= {"policy": policy_with(4), "depth": 3, "budget": 4} | changes
     with pytest.raises(ValueError, match=message):
         lattice_states(*arguments, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("segments", "block", "steps"), VERIFICATIONS)
+@pytest.mark.parametrize("compare_steps", [False, True])
+def test_verification(strategy, segments, block, steps, compare_steps):
+    """Guards the order of ties, segments that are dead or ride along, steps, and what is taken at the walk's end."""
+    policy = policy_of(strategy, block, steps)
+    rows = 9
+    arguments = verification_inputs(policy, rows, segments, block)
+    ids, step, parent, alive, statistics, _ = arguments
+    found = verify_states(*arguments, policy, compare_steps=compare_steps)
+    host = split_host(found.host, block)
+    wanted = reference.verified_states(*arguments, policy, compare_steps=compare_steps)
+    for row, (path, finished, following, broken) in enumerate(wanted):
+        last, at = path[-1], max(finished, 0)
+        assert [int(x[row]) for x in (found.last, found.finished, host.finished_at)] == [last, finished, at]
+        reached = [2 * (j in path) if alive[row, j] else 0 for j in range(segments)]
+        assert host.reached[row].tolist() == [max(x, int(alive[row, j])) for j, x in enumerate(reached)]
+        stops = finished == last
+        flags = [host.committed[row], host.stopped_finished[row], host.broken[row], ~found.continues[row]]
+        assert [bool(x) for x in flags] == [finished >= 0, stops, broken, stops]
+        for part, value in zip((found.choice.token, *found.choice[1:]), statistics, strict=True):
+            assert torch.equal(part[row], value[row, last])
+        assert found.following[row].tolist() == host.following[row].tolist() == following
+        assert found.finished_ids[row].tolist() == host.finished_ids[row].tolist() == ids[row, at].tolist()
+        assert torch.equal(found.ids[row], ids[row, last])
+        steps_done = int(step[row, last])
+        assert [int(found.step[row]), int(found.following_step[row])] == [steps_done, 0 if stops else steps_done + 1]
+    assert host.step.tolist() == step.tolist()
+    assert host.parent.tolist() == parent.tolist()
+    if segments == 16:  # or the test would test nothing
+        lengths = [len(path) for path, *_ in wanted]
+        assert max(lengths) > 3, lengths
+        assert any(finished not in (-1, path[-1]) for path, finished, *_ in wanted) or block > 4
+
+
+def test_a_policy_without_a_rule_is_verified_by_the_twin():
+    policy = policy_of("sequential", 4, 4)
+    arguments = verification_inputs(policy, 3, 5, 4)
+    expected = verify_states(*arguments, policy, compare_steps=False)
+
+    class Own:
+        rule = None
+        select = policy.select
+
+    found = verify_states(*arguments, Own(), compare_steps=False)
+    assert torch.equal(found.host, expected.host)
+    with pytest.raises(ValueError, match="the policy Own, which has no rule"):
+        verify_states(*arguments, Own(), compare_steps=False, kernels="triton")
+    with pytest.raises(ValueError, match=r"parent torch.int64 \[3, 4\] must be torch.int64 \[3, 5\]"):
+        verify_states(*arguments[:2], arguments[2][:, :4], *arguments[3:], policy, compare_steps=False)

@@ -1,0 +1,1 @@
+../../modeling_mrp/verify_states.py

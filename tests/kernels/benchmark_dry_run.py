@@ -75,8 +75,8 @@ def main(output: Path) -> None:
     assert "failed" not in text.lower(), text
     assert "WRONG" not in text, text
     assert "0 wrong results" in text
-    # One of each headline: three of the statistics, attention and flex, both shortlists, the inputs, the loss.
-    assert len(compiled) == 10, compiled
+    # One of each headline: three of the statistics, attention and flex, both shortlists, the inputs, the loss, the walk.
+    assert len(compiled) == 11, compiled
     for rival in ("torch", "compile", "sdpa", "sdpa repeated", "flex", "plain", "memory"):
         assert f"{rival} " in text, rival
     assert text.count("wanted at") == 6, text

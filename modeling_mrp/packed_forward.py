@@ -40,6 +40,8 @@ class Segments:
     def visible(self) -> Tensor:
         """`[rows, segments, segments]` bool: segment i sees segment j."""
         count = self.ids.shape[1]
+        if count == 1:
+            return torch.ones_like(self.alive)[..., None]
         index = torch.arange(count, device=self.ids.device)
         return torch.eye(count, dtype=torch.bool, device=self.ids.device) | (self.parent[..., None] == index)
 
@@ -80,6 +82,7 @@ class PackedStack:
         self.model, self.block, self.kernels = model, block, kernels
         several_devices = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
         self.cache = PackedCache(capacity, 1 if several_devices else layers)
+        self._span = torch.arange(block)
 
     def arguments(self, segments_visible: Tensor, prefix_length: Tensor, longest: int, ragged: bool) -> dict[str, Any]:
         """Mask, cache and layout of a packed call.
@@ -106,7 +109,8 @@ class PackedStack:
 
     def positions(self, start: Tensor) -> Tensor:
         """`[rows, segments * block]` absolute positions of segments that start at `start` `[rows, segments]`."""
-        return (start[..., None] + torch.arange(self.block, device=start.device)).flatten(1)
+        self._span = self._span.to(start.device)  # once: no launch where it lies there already
+        return (start[..., None] + self._span).flatten(1)
 
 
 def select_segment(values: Tensor, row: Tensor, at: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ def main(output: Path) -> None:
     assert "failed" not in text.lower(), text
     assert "WRONG" not in text, text
     assert "0 wrong results" in text
-    # The headlines: three of the statistics, attention and flex, both shortlists, the inputs, the lattice, the loss.
-    assert len(compiled) == 11, compiled
+    # Three of the statistics, attention and flex, both shortlists, the inputs, the lattice, the walk, the loss.
+    assert len(compiled) == 12, compiled
     for rival in ("torch", "compile", "sdpa", "sdpa repeated", "flex", "plain", "memory"):
         assert f"{rival} " in text, rival
     assert text.count("wanted at") == 7, text

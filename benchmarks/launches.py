@@ -45,7 +45,7 @@ _COUNTED = """\
 One operation is one ATen operator that computes or moves data (no view, no allocation), as torch runs it below
 autograd, or one Triton launch. A GPU launches a little more: some operators (`eye`, sorting, long scans) are several
 kernels there. Figures are means over all rounds of the workload; not every part runs in every round (one that only
-finishes blocks drafts nothing). Prefill and set-up are left out.
+finishes blocks drafts nothing), and a constant that is kept counts where it is made. Prefill and set-up are left out.
 
 An operation belongs to the innermost part that runs. *Plan* chooses states, *draft* is drafting but the head's layers,
 *forward* makes masks and positions, *settle* walks, commits and advances, *ends* is end conditions and leaving rows,

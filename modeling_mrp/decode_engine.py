@@ -136,11 +136,12 @@ class DecodeEngine:
         rows, count, block = segments.ids.shape
         arguments = self.stack.arguments(segments.visible, state.start, state.longest, state.ragged)
         filled = fill_masked(segments.ids, self.options.mask_token_id).flatten(1)
-        hidden = self.model.backbone(filled, self.stack.positions(segments.start), **arguments)
+        positions = self.stack.positions(segments.start)
+        hidden = self.model.backbone(filled, positions, **arguments)
         hidden = hidden.view(rows, count, block, -1)
         logits = self.model.lm_head(hidden)
         self.counters.count_forward(state.index, segments.alive)
-        positions = segments.start[..., None] + torch.arange(block, device=logits.device)
+        positions = positions.view(rows, count, block)
         key = DrawKey(self.seed, state.row_key[:, None, None], positions, segments.step[..., None])
         return hidden, logits, token_statistics(logits, self.options, key, entropy=self.policy.uses_entropy)
 
@@ -218,14 +219,15 @@ class DecodeEngine:
             )
         if not sync[:, 0].any():
             return
-        rows = torch.from_numpy(np.flatnonzero(sync[:, 0])).to(self.device)
+        finished = sync[:, 0].astype(bool)
+        rows = torch.from_numpy(np.flatnonzero(finished)).to(self.device)
         scratch = self.stack.cache.scratch
         in_place = (sync[:, 3] == 0) & (state.start_host == scratch)
         if not in_place[sync[:, 0] == 1].all():
             self.stack.cache.commit(scratch + at[rows] * block, state.start[rows], rows, block)
         if self.runner is not None:
-            self.runner.remember(committed, ids, hidden, state.start, state.longest, state.ragged)
-        state.add_block(committed, sync[:, 0].astype(bool))
+            self.runner.remember(committed, finished, ids, hidden, state.start, state.start_host)
+        state.add_block(committed, finished)
 
     def _end_rows(self, first: np.ndarray, finished: np.ndarray, sync: np.ndarray) -> None:
         """Hands newly revealed tokens to the end conditions and drops the rows that have ended."""
@@ -261,7 +263,7 @@ class DecodeEngine:
         state.committed[state.index] = state.start_host
         kept = torch.tensor(order[: len(keep)], device=self.device, dtype=torch.int64)
         if self.runner is not None:
-            self.runner.keep_rows(kept)
+            self.runner.keep_rows(kept, order[: len(keep)])
         state.keep(kept, order[: len(keep)])
 
     def _stream(self) -> None:

@@ -6,6 +6,7 @@ do not see each other.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,9 +40,8 @@ class Segments:
     @property
     def visible(self) -> Tensor:
         """`[rows, segments, segments]` bool: segment i sees segment j."""
-        count = self.ids.shape[1]
-        index = torch.arange(count, device=self.ids.device)
-        return torch.eye(count, dtype=torch.bool, device=self.ids.device) | (self.parent[..., None] == index)
+        count, device = self.ids.shape[1], self.ids.device
+        return each_itself(count, device) | (self.parent[..., None] == places(count, device))
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,22 @@ class PackedStack:
 
     def positions(self, start: Tensor) -> Tensor:
         """`[rows, segments * block]` absolute positions of segments that start at `start` `[rows, segments]`."""
-        return (start[..., None] + torch.arange(self.block, device=start.device)).flatten(1)
+        return (start[..., None] + places(self.block, start.device)).flatten(1)
+
+
+# Constants of a call, kept: made anew they would be launches in every round.
+@lru_cache(maxsize=128)
+def places(count: int, device: torch.device) -> Tensor:
+    """`[count]` int64, 0 to count - 1; not to be changed."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
+
+
+@lru_cache(maxsize=128)
+def each_itself(count: int, device: torch.device) -> Tensor:
+    """`[count, count]` bool: every segment sees itself alone; not to be changed."""
+    with torch.inference_mode(False):
+        return torch.eye(count, dtype=torch.bool, device=device)
 
 
 def fill_masked(ids: Tensor, mask_token_id: int) -> Tensor:

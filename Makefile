@@ -31,6 +31,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.decoding
 	$(BIN)/python -m benchmarks.wall_time
 	$(BIN)/python -m benchmarks.long_context
+	$(BIN)/python -m benchmarks.launches
 	$(BIN)/python -m benchmarks.tiny
 
 clean:

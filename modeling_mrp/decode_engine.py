@@ -236,7 +236,9 @@ class DecodeEngine:
             self.stack.cache.commit(scratch + at[rows] * block, state.start[rows], rows, block)
         if self.runner is not None:
             finished = select_segment(hidden, state.row, at)
-            self.runner.remember(committed, found.finished_ids, finished, state.start, state.longest, state.ragged)
+            self.runner.remember(
+                committed, committed_host, found.finished_ids, finished, state.start, state.start_host
+            )
         state.add_block(committed, committed_host)
 
     def _end_rows(self, first: np.ndarray, host: HostStates) -> None:
@@ -273,7 +275,7 @@ class DecodeEngine:
         state.committed[state.index] = state.start_host
         kept = torch.tensor(order[: len(keep)], device=self.device, dtype=torch.int64)
         if self.runner is not None:
-            self.runner.keep_rows(kept)
+            self.runner.keep_rows(kept, order[: len(keep)])
         state.keep(kept, order[: len(keep)])
 
     def _stream(self) -> None:

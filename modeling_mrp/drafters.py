@@ -6,7 +6,7 @@ backbone's own logits A: C is small, so the winner of A + C is almost surely amo
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ from .advance import KnownState
 from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
 from .lattice_states_torch import DraftStatistics
-from .packed_forward import MASKED
+from .packed_forward import MASKED, places
 from .philox_torch import NoiseKey
 from .reveal_policies import RevealPolicy
 from .reveal_rule import PositionStatistics
-from .reveal_statistics_torch import RevealStatistics
 from .shortlist_residual import shortlist, shortlist_residual
+from .shortlist_residual_torch import Shortlist
 from .token_statistics import DrawKey, token_statistics
 
 
@@ -67,68 +67,74 @@ class Drafter:
         """
         passes = 0 if self.runner is None else max(1, min(self.options.steps, depth))
         sampled = self.options.temperature > 0
-        ids, accumulated = first, known.hidden[:, None]
-        found: list[RevealStatistics] = []
+        ids, masked, accumulated = first, first == MASKED, known.hidden[:, None]
+        listed = self._shortlist(known)
+        found: list[_Drafted] = []
         for d in range(depth):
             if d < passes and self.runner is not None:
                 accumulated = self.runner.run(ids[:, None], accumulated, known.start, known.longest, known.ragged)
             elif d > 0 and not sampled:
                 break
-            statistics = self._blended(known, self._statistics(known, accumulated[:, 0], step + d), min(d, passes - 1))
+            at = step + d if d > 0 else step
+            drafted = self._blended(known, self._drafted(known, accumulated[:, 0], at, listed), min(d, passes - 1))
             if found and not sampled:
                 # Where the trajectory has revealed a position already, others may not have: keep what was known of it.
-                kept = (torch.where(ids == MASKED, new, old) for new, old in zip(statistics, found[-1], strict=True))
-                statistics = RevealStatistics(*kept)
-            found.append(statistics)
+                drafted = _Drafted(*(torch.where(masked, *both) for both in zip(drafted, found[-1], strict=True)))
+            found.append(drafted)
             if d + 1 < passes:
-                choice = _choice(statistics)
-                reveal = self.policy.select(choice, ids == MASKED, step + d)
-                ids = torch.where(reveal, choice.token, ids)
-        stacked = [torch.stack(parts, dim=1) for parts in zip(*found, strict=True)]
-        statistics = RevealStatistics(*stacked)
-        return DraftStatistics(_choice(statistics), statistics.runner_up, max(1, passes))
+                reveal = self.policy.select(_choice(drafted), masked, at)
+                ids = torch.where(reveal, drafted.token, ids)
+                masked = ids == MASKED
+        if len(found) == 1:  # no copies
+            drafted = _Drafted(*(part[:, None] for part in found[0]))
+        else:
+            drafted = _Drafted(*(torch.stack(parts, dim=1) for parts in zip(*found, strict=True)))
+        return DraftStatistics(_choice(drafted), drafted.runner_up, max(1, passes))
 
-    def _blended(self, known: KnownState, statistics: RevealStatistics, index: int) -> RevealStatistics:
+    def _blended(self, known: KnownState, drafted: "_Drafted", index: int) -> "_Drafted":
         """The log-odds of head pass `index` and the known state's own, where both name the same token."""
         weight = self.head_weights[min(index, len(self.head_weights) - 1)]
         if self.runner is None or weight == 1.0:
-            return statistics
+            return drafted
         before = known.choice
-        mixed = torch.lerp(before.log_odds, statistics.log_odds, weight)
-        log_odds = torch.where(before.token == statistics.token, mixed, statistics.log_odds)
-        return statistics._replace(log_odds=log_odds, probability=torch.sigmoid(log_odds))
+        mixed = torch.lerp(before.log_odds, drafted.log_odds, weight)
+        log_odds = torch.where(before.token == drafted.token, mixed, drafted.log_odds)
+        return drafted._replace(log_odds=log_odds, probability=torch.sigmoid(log_odds))
 
-    def _statistics(self, known: KnownState, accumulated: Tensor, step: Tensor) -> RevealStatistics:
+    def _drafted(self, known: KnownState, accumulated: Tensor, step: Tensor, listed: Shortlist | None) -> "_Drafted":
         """Fields `[rows, block]` of the drafted logits at denoising step `step` `[rows]`."""
         rows, block, _ = accumulated.shape
-        options = self.options
-        positions = known.start[:, None] + torch.arange(block, device=accumulated.device)
+        options, sampled = self.options, self.options.temperature > 0
+        positions = known.start[:, None] + places(block, accumulated.device)
         key = DrawKey(self.seed, known.row_key[:, None], positions, step[:, None])
-        if self.runner is not None and self._can_shortlist(known.logits.shape[-1]):
+        if listed is not None:
             parts = (part.expand(rows, block).reshape(-1) for part in key[1:])
             flat = shortlist_residual(
-                shortlist(
-                    known.logits.flatten(0, 1),
-                    options.draft_shortlist,
-                    mask_token_id=options.mask_token_id,
-                    kernels=options.kernels,
-                ),
+                listed,
                 (accumulated - known.hidden).flatten(0, 1),
                 self.model.lm_head.weight,
                 temperature=options.temperature,
                 top_k=options.top_k,
                 top_p=options.top_p,
-                noise=NoiseKey(self.seed, *parts) if options.temperature > 0 else None,
+                noise=NoiseKey(self.seed, *parts) if sampled else None,
                 kernels=options.kernels,
             )
-            return RevealStatistics(*(part.view(rows, block) for part in flat))
+            return _Drafted(*(getattr(flat, name).view(rows, block) for name in _Drafted._fields))
         logits = known.logits if self.runner is None else self.model.lm_head(accumulated)
         full = token_statistics(logits, options, key, runner_up=True, entropy=self.policy.uses_entropy)
-        choice = full.choice
-        return RevealStatistics(
-            choice.token, choice.probability, choice.log_odds, full.log_sum_exp, choice.entropy, full.runner_up,
-            full.runner_up_probability,
-        )  # fmt: skip
+        return _Drafted(*full.choice, full.runner_up)
+
+    def _shortlist(self, known: KnownState) -> Shortlist | None:
+        """The best tokens of the backbone's logits, once for all passes; `None` where drafts look at all tokens."""
+        if self.runner is None or not self._can_shortlist(known.logits.shape[-1]):
+            return None
+        options = self.options
+        return shortlist(
+            known.logits.flatten(0, 1),
+            options.draft_shortlist,
+            mask_token_id=options.mask_token_id,
+            kernels=options.kernels,
+        )
 
     def _can_shortlist(self, vocabulary: int) -> bool:
         """Whether drafting over a shortlist is asked for and the LM head's rows can be read."""
@@ -138,5 +144,15 @@ class Drafter:
         return residual and plain and 0 < self.options.draft_shortlist < vocabulary - 1
 
 
-def _choice(statistics: RevealStatistics) -> PositionStatistics:
-    return PositionStatistics(statistics.token, statistics.probability, statistics.log_odds, statistics.entropy)
+class _Drafted(NamedTuple):
+    """`PositionStatistics` and the best other token, every field `[rows, block]`."""
+
+    token: Tensor
+    probability: Tensor
+    log_odds: Tensor
+    entropy: Tensor
+    runner_up: Tensor
+
+
+def _choice(drafted: _Drafted) -> PositionStatistics:
+    return PositionStatistics(*drafted[:4])

@@ -6,17 +6,26 @@ not worth a call of its own: it waits, and rides along as the first segment of t
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .generation_config_mrp import DecodingOptions
-from .packed_forward import PackedStack, fill_masked
+from .packed_forward import PackedStack, each_itself, fill_masked, places
 
 
 class _Waiting(NamedTuple):
-    """Finished blocks not yet in the head's cache: rows `[rows]` bool, their ids and hidden states."""
+    """Finished blocks not yet in the head's cache.
+
+    Attributes:
+        rows: `[rows]` bool, and `rows_host` the same in numpy: the rows that have one.
+        prefix_host: `[rows]` numpy, how much of every row the cache holds.
+        ids, hidden: of the blocks.
+    """
 
     rows: Tensor
+    rows_host: np.ndarray
+    prefix_host: np.ndarray
     ids: Tensor
     hidden: Tensor
 
@@ -42,31 +51,39 @@ class HeadRunner:
         self.waiting: _Waiting | None = None
 
     def remember(
-        self, finished: Tensor, ids: Tensor, hidden: Tensor, start: Tensor, longest: int, ragged: bool
+        self,
+        finished: Tensor,
+        finished_host: np.ndarray,
+        ids: Tensor,
+        hidden: Tensor,
+        start: Tensor,
+        start_host: np.ndarray,
     ) -> None:
-        """Notes finished blocks, whose prefix is the rows' `start` `[rows]`.
+        """Notes finished blocks, whose prefix is the rows' `start` `[rows]` (`start_host` in numpy).
 
         Args:
-            finished: `[rows]` bool, rows that finished a block.
+            finished: `[rows]` bool, rows that finished a block; finished_host: the same in numpy.
             ids: `[rows, block]` int64; hidden: `[rows, block, hidden]` of those blocks.
-            longest, ragged: of `start`.
         """
         if self.stack is None:
             return
-        if self.waiting is not None and bool((self.waiting.rows & finished).any()):
+        if self.waiting is not None and (self.waiting.rows_host & finished_host).any():
             # The block before still waits, since no draft was worth a call in between.
-            self.run(self.waiting.ids[:, None], self.waiting.hidden[:, None], start, longest, ragged)
+            self.run(self.waiting.ids[:, None], self.waiting.hidden[:, None], start, int(start_host.max()), True)
+        prefix_host = start_host
         if self.waiting is not None:
+            prefix_host = np.where(self.waiting.rows_host, self.waiting.prefix_host, start_host)
             ids = torch.where(finished[:, None], ids, self.waiting.ids)
             hidden = torch.where(finished[:, None, None], hidden, self.waiting.hidden)
-            finished = self.waiting.rows | finished
-        self.waiting = _Waiting(finished, ids, hidden)
+            finished, finished_host = self.waiting.rows | finished, self.waiting.rows_host | finished_host
+        self.waiting = _Waiting(finished, finished_host, prefix_host, ids, hidden)
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keeps only `rows` `[m]` of what waits; the engine orders the cache itself."""
+    def keep_rows(self, rows: Tensor, rows_host: list[int]) -> None:
+        """Keeps only `rows` `[m]` (also on the host) of what waits; the engine orders the cache itself."""
         if self.waiting is not None:
+            kept = (part[rows if isinstance(part, Tensor) else rows_host] for part in self.waiting)
             # After the last row nothing waits: a later call that reuses the cache reads that block again.
-            self.waiting = _Waiting(*(part[rows] for part in self.waiting)) if rows.numel() else None
+            self.waiting = _Waiting(*kept) if rows_host else None
 
     def run(self, ids: Tensor, accumulated: Tensor, start: Tensor, longest: int, ragged: bool) -> Tensor:
         """One head step on several states per row.
@@ -84,23 +101,24 @@ class HeadRunner:
         rows, states, block = ids.shape
         kernels = self.options.kernels
         if self.stack is None:
-            positions = (start[:, None] + torch.arange(block, device=start.device)).repeat_interleave(states, 0)
+            positions = (start[:, None] + places(block, start.device)).repeat_interleave(states, 0)
             filled = fill_masked(ids, self.options.mask_token_id).flatten(0, 1)
             _, after = self.model.head(filled, accumulated.flatten(0, 1), positions, None, kernels=kernels)
             return self._watched(after.view(rows, states, block, -1))
         starts = start[:, None].expand(rows, states)
-        eye = torch.eye(states, dtype=torch.bool, device=ids.device).expand(rows, states, states)
+        visible = each_itself(states, ids.device).expand(rows, states, states)
         prefix = start
         if self.waiting is not None:
-            ids, accumulated, starts, eye, prefix = _beside(self.waiting, ids, accumulated, starts, start)
-            longest, ragged = int(prefix.max()), bool((prefix != prefix[0]).any())
+            ids, accumulated, starts, visible, prefix = _beside(self.waiting, ids, accumulated, starts, start)
+            held = self.waiting.prefix_host
+            longest, ragged = int(held.max()), bool((held != held[0]).any())
         filled = fill_masked(ids, self.options.mask_token_id).flatten(1)
         positions = self.stack.positions(starts)
-        arguments = self.stack.arguments(eye, prefix, longest, ragged)
+        arguments = self.stack.arguments(visible, prefix, longest, ragged)
         _, after = self.model.head(filled, accumulated.flatten(1, 2), positions, kernels=kernels, **arguments)
         after = after.view(rows, -1, block, after.shape[-1])[:, -states:]
         if self.waiting is not None:
-            stored = self.waiting.rows.nonzero()[:, 0]
+            stored = torch.from_numpy(np.flatnonzero(self.waiting.rows_host)).to(start.device)
             source = torch.full_like(stored, longest)
             self.stack.cache.commit(source, prefix[stored], stored, block)
             self.waiting = None
@@ -112,7 +130,8 @@ class HeadRunner:
         return broken
 
     def _watched(self, after: Tensor) -> Tensor:
-        broken = ~torch.isfinite(after).all()
+        # The largest magnitude is NaN if any is, and so not below infinity either.
+        broken = ~(torch.linalg.vector_norm(after, torch.inf) < torch.inf)
         self.broken = broken if self.broken is None else self.broken | broken
         return after
 
@@ -120,14 +139,11 @@ class HeadRunner:
 def _beside(
     waiting: _Waiting, ids: Tensor, accumulated: Tensor, starts: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Puts the waiting blocks in front of the states; rows in which none waits carry a dead segment there."""
+    """Puts the waiting blocks in front of the states; where none waits, what stands there is seen by nothing."""
     prefix = start - waiting.rows * ids.shape[2]
-    first = torch.where(waiting.rows[:, None], waiting.ids, ids[:, 0])
-    ids = torch.cat([first[:, None], ids], dim=1)
-    hidden = torch.where(waiting.rows[:, None, None], waiting.hidden, accumulated[:, 0])
-    accumulated = torch.cat([hidden[:, None], accumulated], dim=1)
+    ids = torch.cat([waiting.ids[:, None], ids], dim=1)
+    accumulated = torch.cat([waiting.hidden[:, None], accumulated], dim=1)
     starts = torch.cat([prefix[:, None], starts], dim=1)
-    count = ids.shape[1]
-    visible = torch.eye(count, dtype=torch.bool, device=ids.device).repeat(ids.shape[0], 1, 1)
+    visible = each_itself(ids.shape[1], ids.device).repeat(ids.shape[0], 1, 1)
     visible[:, 1:, 0] = waiting.rows[:, None]
     return ids, accumulated, starts, visible, prefix

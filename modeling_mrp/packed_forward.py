@@ -6,6 +6,7 @@ do not see each other.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,11 +40,10 @@ class Segments:
     @property
     def visible(self) -> Tensor:
         """`[rows, segments, segments]` bool: segment i sees segment j."""
-        count = self.ids.shape[1]
+        count, device = self.ids.shape[1], self.ids.device
         if count == 1:
             return torch.ones_like(self.alive)[..., None]
-        index = torch.arange(count, device=self.ids.device)
-        return torch.eye(count, dtype=torch.bool, device=self.ids.device) | (self.parent[..., None] == index)
+        return each_itself(count, device) | (self.parent[..., None] == places(count, device))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ class PackedStack:
         self.model, self.block, self.kernels = model, block, kernels
         several_devices = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
         self.cache = PackedCache(capacity, 1 if several_devices else layers)
-        self._span = torch.arange(block)
 
     def arguments(self, segments_visible: Tensor, prefix_length: Tensor, longest: int, ragged: bool) -> dict[str, Any]:
         """Mask, cache and layout of a packed call.
@@ -109,13 +108,27 @@ class PackedStack:
 
     def positions(self, start: Tensor) -> Tensor:
         """`[rows, segments * block]` absolute positions of segments that start at `start` `[rows, segments]`."""
-        self._span = self._span.to(start.device)  # once: no launch where it lies there already
-        return (start[..., None] + self._span).flatten(1)
+        return (start[..., None] + places(self.block, start.device)).flatten(1)
 
 
 def select_segment(values: Tensor, row: Tensor, at: Tensor) -> Tensor:
     """Segment `at` `[rows]` of every row: `[rows, segments, ...]` -> `[rows, ...]`; `row` counts the rows."""
     return values[:, 0] if values.shape[1] == 1 else values[row, at]
+
+
+# Constants of a call, kept: made anew they would be launches in every round.
+@lru_cache(maxsize=128)
+def places(count: int, device: torch.device) -> Tensor:
+    """`[count]` int64, 0 to count - 1; not to be changed."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
+
+
+@lru_cache(maxsize=128)
+def each_itself(count: int, device: torch.device) -> Tensor:
+    """`[count, count]` bool: every segment sees itself alone; not to be changed."""
+    with torch.inference_mode(False):
+        return torch.eye(count, dtype=torch.bool, device=device)
 
 
 def fill_masked(ids: Tensor, mask_token_id: int) -> Tensor:

@@ -75,7 +75,7 @@ def main(output: Path) -> None:
     assert "failed" not in text.lower(), text
     assert "WRONG" not in text, text
     assert "0 wrong results" in text
-    # One of each headline: three of the statistics, attention and flex, both shortlists, the inputs, the loss, the walk.
+    # One of each headline: three of the statistics, attention and flex, both shortlists, inputs, loss, verification.
     assert len(compiled) == 11, compiled
     for rival in ("torch", "compile", "sdpa", "sdpa repeated", "flex", "plain", "memory"):
         assert f"{rival} " in text, rival

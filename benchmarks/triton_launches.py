@@ -1,8 +1,8 @@
 """Triton launches on a CPU, counted without running the kernels: a launcher's results come from its torch twin.
 
 A launcher of the kernels package (`NAME_triton`) runs as it stands, so that it launches and allocates what it does on
-a GPU, but its kernels are left out; then its twin (`NAME_torch`) answers in its place, which has the same signature
-and, by the tests, the same results. A kernel of a launcher without a twin runs in Triton's interpreter.
+a GPU, but its kernels are left out; its twin (`NAME_torch`) fills its results, which has the same signature and, by
+the tests, the same results. A kernel of a launcher without a twin runs in Triton's interpreter.
 """
 
 import functools
@@ -13,6 +13,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -43,11 +46,16 @@ def triton_launches(
         def call(*args: Any, **kwargs: Any) -> Any:
             running.append(launcher)
             try:
-                launcher(*args, **kwargs)
+                results = launcher(*args, **kwargs)
             finally:
                 running.pop()
+            # Into the launcher's own tensors: what follows depends on how they lie in memory.
             with uncounted():
-                return twin(*args, **kwargs)
+                answers = tree_leaves(twin(*args, **kwargs))
+                for result, answer in zip(tree_leaves(results), answers, strict=True):
+                    if isinstance(result, torch.Tensor):
+                        result.copy_(answer)
+            return results
 
         return call
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from mrp_kernels import DraftStatistics, PackedStates, Perturbation, PositionStatistics
+from mrp_kernels.reveal_rule import MASKED
 from torch import Tensor
 
 State = tuple[int, ...]
 Chosen = tuple[State, int | None, int]
-MASKED = -1
 
 
 def lattice(

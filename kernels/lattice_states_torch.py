@@ -6,9 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reveal_rule import Policy, PositionStatistics
+from .reveal_rule import MASKED, Policy, PositionStatistics
 
-MASKED = -1
 CHILD = 0x5851F42D4C957F2D  # turns the code of a finished state into the code of the state that rides along with it
 
 

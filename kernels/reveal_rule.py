@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 ORDERS = ("confidence", "left", "entropy")
+MASKED = -1  # among the ids of a state: a position that is not revealed yet
 
 
 class PositionStatistics(NamedTuple):

@@ -219,6 +219,8 @@ def _combine_kernel(
         weighted = tl.load(source + 3 * field, mask=inside, other=0.0)
         weighted = tl.sum(scale * (weighted + shift * sums), axis=0)
         tl.store(entropy_out + row, log_total - weighted / total)
+    else:
+        tl.store(entropy_out + row, float("nan"))
     if RUNNER_UP:
         rest = tl.where(choosable & (is_token == 0), x, low)
         runner = tl.max(rest, axis=0)
@@ -230,6 +232,9 @@ def _combine_kernel(
             runner_token = tl.min(tl.where(other_choosable & (rest == runner), other_index, NONE), axis=0)
         tl.store(runner_up_out + row, tl.minimum(runner_token, vocab - 1).to(tl.int64))
         tl.store(runner_up_probability_out + row, tl.exp2((runner - row_largest) * LOG2_E) / total)
+    else:
+        tl.store(runner_up_out + row, -1)
+        tl.store(runner_up_probability_out + row, float("nan"))
 
 
 def block_size(vocab: int, sample: bool) -> tuple[int, int]:
@@ -271,11 +276,6 @@ def reveal_statistics_triton(
     seed, seed_stride, noise_row, noise_position, noise_step = noise_arguments(noise if sample else None, logits)
     partial = torch.empty(4, rows, splits, device=device, dtype=torch.float32)
     outputs = empty_statistics(rows, device)
-    if not runner_up:
-        outputs.runner_up.fill_(-1)
-        outputs.runner_up_probability.fill_(float("nan"))
-    if not entropy:
-        outputs.entropy.fill_(float("nan"))
     if rows == 0:
         return outputs
     inputs = (

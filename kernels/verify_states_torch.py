@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .reveal_rule import Policy, PositionStatistics
-
-MASKED = -1
+from .reveal_rule import MASKED, Policy, PositionStatistics
 
 
 class HostStates(NamedTuple):

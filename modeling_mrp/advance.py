@@ -13,10 +13,9 @@ from torch import Tensor
 
 from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
-from .packed_forward import MASKED
 from .remask_rules import keep_by_confidence, keep_by_cross, keep_by_veto
 from .reveal_policies import RevealPolicy, rank_of
-from .reveal_rule import PositionStatistics
+from .reveal_rule import MASKED, PositionStatistics
 from .token_statistics import DrawKey, TokenStatistics, token_statistics
 
 

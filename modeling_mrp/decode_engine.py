@@ -23,10 +23,11 @@ from .head_runner import HeadRunner
 from .lattice_states_torch import DraftStatistics
 from .packed_attention import prefer_packed_attention
 from .packed_cache import PackedCache
-from .packed_forward import MASKED, PackedStack, Segments, fill_masked, select_segment
+from .packed_forward import PackedStack, Segments, fill_masked, select_segment
 from .prefill import prefill
 from .prefix_handle import PrefixHandle
 from .reveal_policies import make_policy
+from .reveal_rule import MASKED
 from .token_statistics import BrokenLogitsError, DrawKey, TokenStatistics, token_statistics
 from .verify_states import verify_states
 from .verify_states_torch import HostStates, VerifiedStates, split_host

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .advance import KnownState
 from .generation_config_mrp import DecodingOptions
-from .packed_forward import MASKED
+from .reveal_rule import MASKED
 from .verify_states_torch import HostStates
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from .draft_calibration import TINY_CALIBRATION
 from .lattice_states import lattice_states
 from .lattice_states_torch import DraftStatistics, Perturbation
-from .packed_forward import MASKED, Segments
+from .packed_forward import Segments
 from .reveal_policies import RevealPolicy
+from .reveal_rule import MASKED
 
 _TRAJECTORIES = 96
 

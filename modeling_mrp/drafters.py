@@ -15,10 +15,10 @@ from .advance import KnownState
 from .generation_config_mrp import DecodingOptions
 from .head_runner import HeadRunner
 from .lattice_states_torch import DraftStatistics
-from .packed_forward import MASKED, places
+from .packed_forward import places
 from .philox_torch import NoiseKey
 from .reveal_policies import RevealPolicy
-from .reveal_rule import PositionStatistics
+from .reveal_rule import MASKED, PositionStatistics
 from .shortlist_residual import shortlist, shortlist_residual
 from .shortlist_residual_torch import Shortlist
 from .token_statistics import DrawKey, token_statistics

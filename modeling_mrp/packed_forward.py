@@ -15,8 +15,7 @@ from torch import Tensor
 from .packed_attention import PACKED_ATTENTION
 from .packed_block_attention_torch import visibility_bits
 from .packed_cache import PackedCache
-
-MASKED = -1
+from .reveal_rule import MASKED
 
 
 @dataclass

@@ -13,9 +13,8 @@ from torch import Tensor
 from .generation_config_mrp import DecodingOptions
 from .remask_rules import keep_by_confidence, keep_by_cross, keep_by_veto
 from .reveal_policies import make_policy, rank_of
+from .reveal_rule import MASKED
 from .token_statistics import DrawKey, TokenStatistics, raise_if_broken, token_statistics
-
-MASKED = -1
 
 
 class PrefixCache:

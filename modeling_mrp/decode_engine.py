@@ -210,7 +210,7 @@ class DecodeEngine:
         if broken is None:
             return columns.cpu()
         host = torch.cat([columns, broken.expand(len(columns), 1)], dim=1).cpu()
-        if host[0, -1]:
+        if host.numpy()[0, -1]:  # no question to the device, nor an operation
             raise BrokenLogitsError(
                 "the MRP head produced NaN or infinite values; allowed: finite numbers. Check the head's weights "
                 "(train or load it again), use drafter='zero' or mrp_mode='none', or a wider dtype."

@@ -50,12 +50,19 @@ def forward_layer(x: Tensor, layer: Layer, model: Model, rope: tuple[Tensor, Ten
     tokens, dim = x.shape[1], model.head_dim
     sizes = [model.heads * dim, model.kv_heads * dim, model.kv_heads * dim]
     query, key, value = F.linear(rms_norm(x, layer.norms[0], 1e-6), layer.projection).split(sizes, dim=-1)
-    query, key = mrp_kernels.qk_norm_rope(
-        query.view(1, tokens, -1, dim), key.view(1, tokens, -1, dim), *layer.head_norms, *rope
-    )
-    value = value.view(1, tokens, -1, dim).transpose(1, 2)
+    # Keys and values go straight behind the prefix, as in the engine.
     caches = {"cache_key": layer.cache_key, "cache_value": layer.cache_value}
-    mixed = mrp_kernels.packed_block_attention(query, key, value, **caches, **attention)
+    prefix = attention["max_prefix_length"]
+    new_key, new_value = (cache[:, :, prefix : prefix + tokens] for cache in caches.values())
+    query, _ = mrp_kernels.qk_norm_rope(
+        query.view(1, tokens, -1, dim),
+        key.view(1, tokens, -1, dim),
+        *layer.head_norms,
+        *rope,
+        value=value.view(1, tokens, -1, dim),
+        out=(new_key, new_value),
+    )
+    mixed = mrp_kernels.packed_block_attention(query, new_key, new_value, **caches, **attention)
     x = x + F.linear(mixed.flatten(2), layer.output)
     gate, up = F.linear(rms_norm(x, layer.norms[1], 1e-6), layer.gate_up).chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * up, layer.down)

@@ -43,6 +43,22 @@ def resolve_kernels(choice: str, device: torch.device | str) -> str:
     return "triton"
 
 
+def resolve_within(choice: str, device: torch.device | str, limit: str | None) -> str:
+    """`resolve_kernels`, but the twin for what the kernel cannot do.
+
+    Args:
+        choice, device: as there.
+        limit: what that is, as it follows "cannot"; `None`: it can.
+
+    Raises:
+        ValueError: `"triton"` is demanded for what the kernel cannot do; and as `resolve_kernels`.
+    """
+    if choice == "triton" and limit is not None:
+        raise ValueError(f'kernels="triton" cannot {limit}; use kernels="auto" or "torch".')
+    chosen = resolve_kernels(choice, device)
+    return chosen if limit is None else "torch"
+
+
 @lru_cache(maxsize=8)
 def compute_capability(device: torch.device) -> int:
     """80, 90, 100 for the CUDA generations, by which tile sizes are chosen; ROCm counts as 80, no GPU as 90."""

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from .kernel_dispatch import resolve_kernels
+from .kernel_dispatch import resolve_within
 from .lattice_states_torch import DraftStatistics, PackedStates, Perturbation, lattice_states_torch
 from .reveal_rule import Policy
 
 MAX_STATES = 64
+MAX_BLOCK = 64
 
 
 def lattice_states(
@@ -38,8 +39,8 @@ def lattice_states(
         drafted: `[rows]` bool: rows for which `drafts` mean something; the others get no drafted states.
         drafts: predicted statistics of the states from `first` on, by depth.
         policy: of the reveals. A kernel follows its `rule`; where that is `None`, `auto` takes the twin.
-        depth: states of a trajectory behind `first`, 1 to 63.
-        budget: states of a row, 2 to 64, the certain one included.
+        depth: states of a trajectory behind `first`, at least 1; in the kernel at most 63.
+        budget: states of a row, at least 2, the certain one included; in the kernel at most 64.
         multipliers: `[block]` int64, odd: a state's code is the sum of `(token + 2) * multiplier`, modulo 2^64.
         perturbation: how far the backbone's statistics fall from the drafted ones; `None` for one trajectory.
         kernels: `"auto"`, `"torch"` or `"triton"`.
@@ -48,13 +49,12 @@ def lattice_states(
         `PackedStates` with `budget` states a row; rows with fewer end with dead ones, whose ids mean nothing.
 
     Raises:
-        ValueError: shapes that do not fit together, or a policy without a rule with `kernels="triton"`.
+        ValueError: shapes that do not fit together, or `"triton"` for what the kernel cannot do: a policy without a
+            rule, more states, or more than 64 positions in a block.
     """
     rows, block = first.shape
-    if not 1 <= depth < MAX_STATES or not 2 <= budget <= MAX_STATES:
-        raise ValueError(
-            f"depth={depth} must be between 1 and {MAX_STATES - 1}, and budget={budget} between 2 and {MAX_STATES}."
-        )
+    if depth < 1 or budget < 2:
+        raise ValueError(f"depth={depth} must be at least 1, and budget={budget} at least 2.")
     if start.shape != (rows,) or step.shape != (rows,) or drafted.shape != (rows,) or multipliers.shape != (block,):
         raise ValueError(
             f"start {list(start.shape)}, step {list(step.shape)} and drafted {list(drafted.shape)} must be [{rows}], "
@@ -65,7 +65,7 @@ def lattice_states(
         raise ValueError(f"every field of drafts must be [{rows}, depths, {block}]; runner_up is {list(shape)}.")
     if perturbation is not None and perturbation.below.shape[1] != block:
         raise ValueError(f"the draws {list(perturbation.below.shape)} must be [trajectories, {block}].")
-    if _chosen(kernels, policy, first.device) == "triton":
+    if resolve_within(kernels, first.device, _limit(block, policy, depth, budget)) == "triton":
         from .lattice_states_triton import lattice_states_triton as implementation
     else:
         implementation = lattice_states_torch
@@ -84,14 +84,13 @@ def lattice_states(
         )
 
 
-def _chosen(kernels: str, policy: Policy, device: torch.device) -> str:
-    """`resolve_kernels`, but the twin for a policy that no kernel can follow."""
-    chosen = resolve_kernels(kernels, device)
-    if chosen == "triton" and policy.rule is None:
-        if kernels == "triton":
-            raise ValueError(
-                f'kernels="triton" cannot follow {type(policy).__name__}, which has no rule; give it a RevealRule, or '
-                'use kernels="auto" or "torch".'
-            )
-        return "torch"
-    return chosen
+def _limit(block: int, policy: Policy, depth: int, budget: int) -> str | None:
+    """What the kernel cannot do, if anything."""
+    if policy.rule is None:
+        return f"follow {type(policy).__name__}, which has no rule"
+    if depth >= MAX_STATES or budget > MAX_STATES or block > MAX_BLOCK:
+        return (
+            f"plan {budget} states, trajectories of {depth} and blocks of {block}; at most {MAX_STATES}, "
+            f"{MAX_STATES - 1} and {MAX_BLOCK} fit"
+        )
+    return None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .kernel_dispatch import resolve_kernels
+from .kernel_dispatch import resolve_within
 from .reveal_rule import Policy, PositionStatistics
 from .verify_states_torch import VerifiedStates, verify_states_torch
 
@@ -50,10 +50,7 @@ def verify_states(
             without a rule, more than 64 segments or positions in a block.
     """
     _validate(ids, step, parent, alive, statistics, log_sum_exp)
-    limit = _limit(ids, policy)
-    if limit and kernels == "triton":
-        raise ValueError(f'kernels="triton" cannot verify {limit}; use kernels="auto" or "torch".')
-    if resolve_kernels("torch" if limit else kernels, ids.device) == "triton":
+    if resolve_within(kernels, ids.device, _limit(ids, policy)) == "triton":
         from .verify_states_triton import verify_states_triton as implementation
     else:
         implementation = verify_states_torch
@@ -64,9 +61,9 @@ def verify_states(
 def _limit(ids: Tensor, policy: Policy) -> str | None:
     """What the kernel cannot do, if anything."""
     if policy.rule is None:
-        return f"with the policy {type(policy).__name__}, which has no rule"
+        return f"verify with the policy {type(policy).__name__}, which has no rule"
     if ids.shape[1] > MAX_SEGMENTS or ids.shape[2] > MAX_BLOCK:
-        return f"{ids.shape[1]} segments of {ids.shape[2]} positions; at most {MAX_SEGMENTS} of {MAX_BLOCK} fit"
+        return f"verify {ids.shape[1]} segments of {ids.shape[2]} positions; at most {MAX_SEGMENTS} of {MAX_BLOCK} fit"
     return None
 
 

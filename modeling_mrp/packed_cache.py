@@ -66,9 +66,10 @@ class PackedCache:
             held[:, :, second, :, :length] = aside
 
     def reorder(self, order: Tensor) -> None:
-        """Puts the rows `order` `[rows]` of the storage in that order."""
-        for group, held in self.storage.items():
-            self._hold(group, held[:, :, order.to(held.device)])
+        """Puts the rows in the order `order` `[rows]`, which names each of them once."""
+        for held in self.storage.values():
+            for layer in held:  # one at a time: a copy of all would double the memory
+                layer.copy_(layer[:, order.to(held.device)])
 
     def _grow(self, layer: int, key: Tensor, needed: int) -> None:
         group = layer // self.together

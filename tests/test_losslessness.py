@@ -52,9 +52,10 @@ def test_every_drafter_is_lossless(head, shape):
     assert_equal(speculative_case(model=(head, 0, False, False), **shape))
 
 
-@pytest.mark.parametrize("steps", range(7))
+@pytest.mark.parametrize("steps", [*range(7), 64])
 def test_chain_of_every_length_is_lossless(steps):
-    """Guards the chain's edges: K = 0 drafts nothing, K beyond the masked positions drafts to the block's end."""
+    """Guards the chain's edges: K = 0 drafts nothing, K beyond the masked positions drafts to the block's end, also
+    the largest that is allowed."""
     assert_equal(speculative_case(draft_shape="chain", mrp_steps=steps, block_length=4, denoising_steps=4))
 
 

@@ -156,3 +156,12 @@ def test_a_nan_breaks_its_row_only(strategy, steps):
             assert torch.equal(x[good], y[good])
     for field, low in ((kernel.last, 0), (kernel.finished, -1)):
         assert ((field >= low) & (field < 5)).all()
+
+
+def test_a_plan_beyond_the_kernel():
+    """The twin has no limits; the kernel says what it cannot do."""
+    arguments, options = lattice_inputs(4, 1, 1, None)
+    options |= {"policy": policy_with(4), "depth": 4, "budget": 65}
+    with pytest.raises(ValueError, match="cannot plan 65 states, trajectories of 4 and blocks of 4; at most 64, 63"):
+        lattice_states(*arguments, kernels="triton", **options)
+    assert lattice_states(*arguments, kernels="torch", **options).alive.shape == (6, 65)
